@@ -102,10 +102,23 @@ class OwnStepFirst(Double):
     def train_step(self, batch):
         update = self.begin_update()
         for micro_batch in self.micro_batches(batch):
-            num_samples = float(self.batch.num_samples)
-            update.backward(Mean(1e-2 * penalty_of(self.model) * num_samples, num_samples))
+            num_samples = self.batch.num_samples
+            # With a number of samples each is a micro-batch of its own, because its count differs.
+            update.backward(Mean(1e-2 * penalty_of(self.model) * num_samples, float(num_samples)), num_samples)
             update.backward(self.run_forward(micro_batch))
-            update.backward(Mean(1e-2 * penalty_of(self.model) * num_samples, num_samples))
+            update.backward(Mean(1e-2 * penalty_of(self.model) * num_samples, float(num_samples)), num_samples)
+        return update.apply()
+
+
+class TwoTerms(Double):
+    """Adds two penalties to the loss with a `backward` of their own: per micro-batch, and once for the batch."""
+
+    def train_step(self, batch):
+        update = self.begin_update()
+        for micro_batch in self.micro_batches(batch):
+            update.backward(self.run_forward(micro_batch))
+            update.backward(1e-2 * penalty_of(self.model))
+        update.backward(1e-2 * penalty_of(self.model))
         return update.apply()
 
 
@@ -188,6 +201,7 @@ CASES = {
     "own-step": (("replicate", *SPLIT), OwnStep, SHORT),
     "own-step-micro": (("fsdp",), OwnStep, (*SHORT, "trainer.micro_batch_size=1", *UNSHARDED)),
     "own-step-first": (("fsdp", "tensor", "replicate-fsdp"), OwnStepFirst, SHORT),
+    "two-terms": (("replicate", "fsdp", "tensor"), TwoTerms, (*SHORT, "trainer.micro_batch_size=1")),
     "compiled": (("fsdp",), Penalized, (*SHORT, *COMPILED)),
     "compiled-step": (("fsdp", "tensor"), OwnStep, (*SHORT, *COMPILED)),
     "marked": (SPLIT, Marked, (*SHORT, "trainer.optimizer={type: adamw, lr: 1e-2, weight_decay: 0.5}")),

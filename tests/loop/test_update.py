@@ -52,7 +52,7 @@ def test_plain_losses_weigh_their_samples_whatever_the_micro_batches(sizes, data
     x = torch.randn(total, 3, dtype=torch.float64, generator=generator)
     w = nn.Parameter(torch.ones(3, dtype=torch.float64))
     update = make_updater([w], batch_size=total, lr=0.0).begin(total)
-    for micro_batch in x.split(sizes):
+    for update.micro_batch, micro_batch in enumerate(x.split(sizes)):
         update.backward(ForwardResult(((micro_batch @ w) ** 2).mean(), len(micro_batch)))
     result = update.apply()
     expected = ((x @ w) ** 2).mean()
@@ -65,7 +65,9 @@ def test_means_of_unequal_counts_give_the_mean_over_everything():
     w = weight()
     update = make_updater([w], lr=0.0).begin(8)
     x, y = torch.randn(3, 3), torch.randn(7, 3)
+    update.micro_batch = 0
     update.backward(ForwardResult(Mean((x @ w).square().sum(), 3), 4))
+    update.micro_batch = 1
     update.backward(ForwardResult(Mean((y @ w).square().sum(), torch.tensor(7)), 4))
     result = update.apply()
     expected = (torch.cat([x, y]) @ w).square().mean()
@@ -105,7 +107,7 @@ def test_a_mean_over_counted_labels_weighs_its_labels(sizes, on_device, monkeypa
     w, x = nn.Parameter(torch.ones(3, dtype=torch.float64)), torch.randn(8, 3, dtype=torch.float64)
     updater = make_updater([w], batch_size=4, lr=0.0)
     update = updater.begin(4, num_backwards=len(sizes))
-    for part in x.split(sizes):
+    for update.micro_batch, part in enumerate(x.split(sizes)):
         update.backward(ForwardResult(mean_loss(w, part), 2, count=torch.tensor(len(part))))
     result = update.apply()
     expected = mean_loss(w, x)
@@ -135,7 +137,7 @@ def test_an_update_that_counts_nothing_leaves_weights_and_state(kind, on_device,
     for step, count in enumerate((3, 0, 3)):
         updater.begin_step(step)
         update = updater.begin(8, num_backwards=num_micro_batches)
-        for _ in range(num_micro_batches):
+        for update.micro_batch in range(num_micro_batches):
             logits = torch.ones(3, 4) @ w
             labels = torch.full((3,), 1 if count else -100)
             loss = nn.functional.cross_entropy(logits, labels)

@@ -99,3 +99,8 @@ class DocumentStream(ShardedPoints):
     def __init__(self, size=120):
         super().__init__(size)
         self.points = Documents(size)
+
+
+def halve_rate(step):
+    """A factor for torch's LambdaLR."""
+    return 0.5**step

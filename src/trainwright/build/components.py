@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
@@ -43,6 +44,7 @@ from trainwright.optim.param_groups import (
     parameters_of_all_stages,
     whole_of,
 )
+from trainwright.optim.torch_schedules import TorchSchedule, accepts_optimizer, missing_lengths
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
 from trainwright.registry.builtin import IN_CODE
@@ -316,11 +318,11 @@ class Build:
         for label, name in names.items():
             builders[label] = lambda name=name: self.optimizers(cast(torch.nn.Module, model))[name]  # type: ignore[misc]
         if trainer.schedule is not None:
-            builders["trainer.schedule"] = lambda: self.schedules({"main": None})["main"]
+            builders["trainer.schedule"] = lambda: self._schedule("trainer.schedule", trainer.schedule, model)
         for name, entry in trainer.optimizers.items():
             if entry.schedule is not None:
                 label = f"trainer.optimizers.{name}.schedule"
-                builders[label] = lambda name=name: self.schedules({name: None})[name]  # type: ignore[misc]
+                builders[label] = partial(self._schedule, label, entry.schedule, model)
         for name in config.evaluation.metrics:
             builders[f"evaluation.metrics.{name}"] = partial(self._metric, name)
         for number, each in enumerate(config.hooks):
@@ -373,16 +375,85 @@ class Build:
         self._task = task
         self._data_task = task if overrides(task, "build_dataset", Task) else None
 
-    def schedules(self, names: Mapping[str, Any]) -> dict[str, Callable[[int, int], float]]:
-        """The schedule of each optimizer: its own, or `trainer.schedule`, or a constant rate."""
+    def schedules(self, optimizers: Mapping[str, torch.optim.Optimizer], max_steps: int) -> dict[str, Any]:
+        """The schedule of each optimizer: its own, or `trainer.schedule`; None for the optimizer's own rates."""
         trainer = self.config.trainer
-        schedules = {}
-        for name in names:
+        schedules: dict[str, Any] = {}
+        for name, optimizer in optimizers.items():
             label, component = "trainer.schedule", trainer.schedule
             if name in trainer.optimizers:
                 label, component = f"trainer.optimizers.{name}.schedule", trainer.optimizers[name].schedule
-            schedules[name] = self._make("schedule", label, component or Component("constant"))
+            schedules[name] = self._schedule(label, component, optimizer, max_steps)
         return schedules
+
+    def _schedule(self, label: str, component: Component | None, optimizer: Any, max_steps: int = 0) -> Any:
+        """Builds a schedule: a function of the step, or a scheduler over `optimizer`, as torch's are."""
+        if component is None:
+            return None
+        target = registry.find(
+            "schedule", component.type, project_dir=self.project_dir, where=component.origin, label=label
+        )
+        if not accepts_optimizer(target):
+            return self._make("schedule", label, component)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"build_component: {label} is a scheduler of torch, which needs an optimizer. Build it in Python, or "
+                "use build_trainer(config).",
+                where=component.origin,
+            )
+        arguments = dict(component.arguments)
+        options = {key: arguments.pop(key) for key in ("step_on",) if key in arguments}
+        if "metric" in arguments and "metric" not in inspect.signature(target).parameters:
+            options["metric"] = arguments.pop("metric")
+        bare = Component(component.type, **arguments).located_at(component.origin)
+        with warnings.catch_warnings():
+            # Nested schedulers are stepped while they are built.
+            warnings.filterwarnings("ignore", message=".*(lr_scheduler.step|optimizer.step)")
+            scheduler = self._scheduler(label, bare, target, optimizer, max_steps)
+        schedule = TorchSchedule(scheduler, **options, label=label, where=component.origin)
+        schedule.check_length(max_steps)
+        if schedule.metric is not None and not self._evaluates_repeatedly():
+            raise ConfigError(
+                f"{label}: follows {schedule.metric} of the evaluations, but none runs before the end of the run. Set "
+                "evaluation.every_steps and data.eval.",
+                where=component.origin,
+            )
+        return schedule
+
+    def _evaluates_repeatedly(self) -> bool:
+        evaluation = self.config.evaluation
+        return any(getattr(evaluation, name, None) is not None for name in ("every_steps", "every_epochs"))
+
+    def _scheduler(self, label: str, component: Component, target: Any, optimizer: Any, max_steps: int) -> Any:
+        """Builds a scheduler, and those that are nested in its arguments, over an optimizer."""
+        plain, built = dict[str, Any](), dict[str, Any]()
+        for name, value in component.arguments.items():
+            entries = value if isinstance(value, list | tuple) else [value]
+            if entries and all(isinstance(each, Mapping) and "type" in each for each in entries):
+                made = []
+                for number, each in enumerate(entries):
+                    place = f"{label}.{name}.{number}" if isinstance(value, list | tuple) else f"{label}.{name}"
+                    nested = Component.from_mapping(each).located_at(self.config.origin(place) or component.origin)
+                    found = registry.find(
+                        "schedule", nested.type, project_dir=self.project_dir, where=nested.origin, label=place
+                    )
+                    made.append(self._scheduler(place, nested, found, optimizer, max_steps))
+                built[name] = made if isinstance(value, list | tuple) else made[0]
+            elif name in ("lr_lambda", "scale_fn") and all(isinstance(each, str) for each in entries):
+                functions = [
+                    registry.find(
+                        "schedule", each, project_dir=self.project_dir, where=component.origin, label=f"{label}.{name}"
+                    )
+                    for each in entries
+                ]
+                built[name] = functions if isinstance(value, list | tuple) else functions[0]
+            else:
+                plain[name] = value
+        if "optimizer" in plain:
+            raise ConfigError(f"{label}.optimizer: is the run's optimizer. Remove it.", where=component.origin)
+        lengths = missing_lengths(target, {**plain, **built}, max_steps)
+        bare = Component(component.type, **plain).located_at(component.origin)
+        return self._make("schedule", label, bare, optimizer=optimizer, **built, **lengths)
 
     def metrics(self, task: Task, device: torch.device) -> list[ConfiguredMetric]:
         """The `evaluation.metrics` section and the metrics of the task, on the device."""

@@ -512,7 +512,7 @@ def _updater(
     heartbeat: Heartbeat,
     capture: Capture,
 ) -> Updater:
-    schedules, ranks, device = build.schedules(optimizers), build.ranks, parallelized.device
+    schedules, ranks, device = build.schedules(optimizers, max_steps), build.ranks, parallelized.device
     for name, schedule in schedules.items():
         warmup = getattr(schedule, "warmup_steps", 0)
         if isinstance(warmup, int) and warmup >= max_steps and ranks.is_first:
@@ -599,4 +599,6 @@ def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, cou
     if limit is not None and limit != trainer.max_steps:
         for name, entry in trainer.context.updater.optimizers.items():
             before, now = entry.rate(step, limit), entry.rate(step, trainer.max_steps)
+            if before is None or now is None:
+                continue
             logger.info("max_steps %d → %d: the next rate of %s: %g → %g", limit, trainer.max_steps, name, before, now)

@@ -1,7 +1,7 @@
 """What a checkpoint contains and how it is restored: the only list of a run's state.
 
 Parts: `model` (its state dict), `base` (references to frozen pretrained weights, which `model` lacks), `optimizers`
-(state by parameter name), `training` (step, data position, hooks, trainer, task, events, loss scale, generators).
+(state by parameter name), `training` (step, data position, hooks, trainer, task, events, loss scale, schedules, generators).
 store.py has files and commits. A sharded tensor is a DTensor in both directions: saved in shards, and loaded as the
 region of this rank's shard.
 """
@@ -46,6 +46,7 @@ def collect(
     events: Mapping[str, Any],
     data: Mapping[str, Any],
     loss_scale: Stateful | None,
+    schedules: Mapping[str, Stateful],
     anomalies: Stateful,
     generators: list[dict[str, Any]],
     step: int,
@@ -92,6 +93,7 @@ def collect(
             **own_states,
             "events": dict(events),
             "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
+            "schedules": {name: each.state_dict() for name, each in schedules.items()},
             "anomalies": anomalies.state_dict(),
             "generators": generators,
         },
@@ -522,7 +524,11 @@ def _load_by_name(
         )
     # The optimizer keeps its own parameters; the saved names may be those of another stage.
     kept = [{key: own[key] for key in ("params", "param_names") if key in own} for own in own_groups]
-    groups = [{**group, **own} for group, own in zip(saved["groups"], kept, strict=True)]
+    settings = [map_tensors(group, lambda value, _: as_whole(value)) for group in saved["groups"]]
+    for group, own in zip(settings, optimizer.param_groups, strict=True):  # a learning rate may be a tensor
+        tensors = {key: value for key, value in own.items() if isinstance(value, torch.Tensor)}
+        group.update({key: torch.as_tensor(group[key]).to(tensors[key].device) for key in tensors if key in group})
+    groups = [{**group, **own} for group, own in zip(settings, kept, strict=True)]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
         number: map_tensors(values, lambda value, _, own=parameters[number]: shard_like(own, value))

@@ -41,6 +41,7 @@ class CallbackHook(Hook):
         def call(*arguments: Any) -> None:
             function(self.trainer, *arguments)
 
+        call.user_function = function  # type: ignore[attr-defined]  # for messages
         return call
 
 
@@ -78,6 +79,7 @@ class Every:
             if trainer.step % steps == 0:
                 function(trainer)
 
+        call_if_due.user_function = function  # type: ignore[attr-defined]
         return CallbackHook(after_step=call_if_due)
 
 

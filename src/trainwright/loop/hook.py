@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.errors import ConfigError
-from trainwright.user_code.locations import location_of
+from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.methods import reject_half_state, reject_uncalled
 from trainwright.user_code.signatures import reject_wrong_call
 
@@ -159,6 +159,20 @@ class HookCalls:
         }
         self.before_step = self._calls["before_step"]
         self.after_step = self._calls["after_step"]
+
+    def check_after_each(self, check: Callable[[Callable[..., None]], None]) -> None:
+        """Calls `check` with each method of a user's hook after it was called."""
+
+        def checked(function: Callable[..., None]) -> Callable[..., None]:
+            def call(*arguments: Any) -> None:
+                function(*arguments)
+                check(function)
+
+            owner = getattr(function, "__self__", function)
+            return call if is_user_code(type(owner)) or hasattr(function, "user_function") else function
+
+        for functions in self._calls.values():
+            functions[:] = map(checked, functions)
 
     def call(self, event: str, *arguments: Any) -> None:
         """Calls one event of every hook that has it."""

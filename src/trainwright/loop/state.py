@@ -85,6 +85,8 @@ class Batch:
     value: Any
     num_samples: int
     """The weight of a plain loss or metric. 0 on a rank that repeats a sample only to take part in collectives."""
+    key: object = None
+    """What distinguishes a micro-batch from the others of its step, such as its number; None for the whole batch."""
 
 
 def count_samples(value: Any, fetched: Batch | None) -> int:

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from itertools import islice
@@ -68,7 +68,7 @@ from trainwright.loop.hook import HOOK_EVENTS, Hook, HookCalls, call_each
 from trainwright.loop.metrics import ConfiguredMetric
 from trainwright.loop.outputs import ForwardResult, explain_failure, full_loss, read_forward, reject_ignored_labels
 from trainwright.loop.outside_model import reject_outside, user_attributes
-from trainwright.loop.state import Batch, RunState, count_samples, reject_graph, split_batch
+from trainwright.loop.state import Batch, RunState, count_samples, num_rows, reject_graph, split_batch
 from trainwright.loop.stop_signal import StopRequest, StopSignal
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.update import StepResult, Update, Updater
@@ -239,6 +239,8 @@ class Trainer:
         self._best = BestCheckpoint(config.checkpoint.keep_best, where=config.origin("checkpoint.keep_best.metric"))
         self._updater, self._writers = context.updater, context.writers
         self._hook_calls = HookCalls(context.hooks)
+        if any(entry.schedule is not None for entry in self._updater.optimizers.values()):
+            self._hook_calls.check_after_each(self._updater.note_writer)
         owners: dict[str, tuple[contents.Stateful, type]] = {"trainer": (self, Trainer), "task": (task, Task)}
         self._stateful = {name: each for name, (each, kind) in owners.items() if overrides(each, "state_dict", kind)}
         """The trainer and the task, if they have state."""
@@ -273,6 +275,8 @@ class Trainer:
         self._unchecked_metrics = [] if overrides(self, "eval_step", Trainer) else list(context.metrics)
         own_steps = ("train_step", "micro_batches", "begin_update")
         self._has_own_step = any(overrides(self, name, Trainer) for name in own_steps)
+        if overrides(self, "micro_batches", Trainer):
+            self.micro_batches = self._count_micro_batches  # type: ignore[method-assign]
         self._keeps_outputs = False
         self._compiled = self._compile_forward()
         self._is_inspected, self._is_inspecting = config.runtime.mode == "eager", False
@@ -500,7 +504,7 @@ class Trainer:
 
     def set_batch(self, value: Any, num_samples: int) -> None:
         """Makes a batch, or a micro-batch, the current one: a plain loss is weighted by its number of samples."""
-        self._make_current(Batch(value, num_samples))
+        self._make_current(Batch(value, num_samples, object()))
 
     # One update.
 
@@ -537,7 +541,10 @@ class Trainer:
         is_known = self._updater.pipeline is None and not self._has_own_step
         num_backwards = self.num_micro_batches if is_known else None
         update = self._updater.begin(
-            self._batch.num_samples, num_backwards=num_backwards, accumulates=self.num_micro_batches > 1
+            self._batch.num_samples,
+            num_backwards=num_backwards,
+            accumulates=self.num_micro_batches > 1,
+            micro_batch=self._batch.key,
         )
         self._updates.append(update)
         return update
@@ -549,12 +556,24 @@ class Trainer:
             return
         assert self.train_data is not None
         whole = Batch(batch, self._batch.num_samples)
+        if isinstance(self._batch.key, int):  # within the micro-batches of another batch
+            whole = Batch(batch, num_rows(batch) or whole.num_samples)
         if overrides(self, "next_train_inputs", Trainer):
             reject_graph(batch, self.num_micro_batches)
         micro_batches = split_batch(whole, self.num_micro_batches, self.train_data.collator)
-        for micro_batch in islice(micro_batches, self._max_micro_batches):
-            self._make_current(micro_batch)
+        for number, micro_batch in enumerate(islice(micro_batches, self._max_micro_batches)):
+            self._make_current(replace(micro_batch, key=number))
             yield micro_batch.value
+        self._make_current(whole)
+
+    def _count_micro_batches(self, batch: Any) -> Iterator[Any]:
+        """Yields those of a user's `micro_batches`, which need not call `set_batch`: losses are averaged over them."""
+        whole = before = self._batch
+        for number, value in enumerate(type(self).micro_batches(self, batch)):
+            if self._batch is before:
+                self._make_current(Batch(value, before.num_samples, ("own", number)))
+            before = self._batch
+            yield value
         self._make_current(whole)
 
     def _read_batch(self, value: Any, fetched: Batch | None) -> Batch:
@@ -578,7 +597,7 @@ class Trainer:
     def _make_current(self, batch: Batch) -> None:
         self._batch = batch
         for update in self._updates:
-            update.num_samples = batch.num_samples
+            update.num_samples, update.micro_batch = batch.num_samples, batch.key
 
     def run_forward(self, batch: Any) -> ForwardResult:
         """Runs `forward` in the run's precision and reads what it returned."""
@@ -692,7 +711,7 @@ class Trainer:
                 if state.epoch != state.begun_epoch:
                     self._hook_calls.call("before_epoch")
                     state.begun_epoch = state.epoch
-                self._updater.begin_step(state.step)
+                self._updater.begin_step(state.step, state.epoch)
                 self.seed_step()
                 with self.gather_mixed:
                     for call in self._hook_calls.before_step:
@@ -1122,6 +1141,8 @@ class Trainer:
             if logs:
                 self.storage.remember(logs)
                 self._best.update(state.step, logs)
+                for schedule in self._updater.torch_schedules.values():
+                    schedule.observe(logs)
                 # The evaluation was collective, so a hook's request to stop can be decided at once.
                 self._stop_signal.compare_now()
         if self.is_last_step and not any(name.startswith("test/") for name in state.eval_logs):
@@ -1267,6 +1288,7 @@ class Trainer:
             generators=ranks.gather_samples(contents.generator_state()),
             data=data.merge_states(ranks.gather_samples(data.state_dict())),
             loss_scale=self._updater.loss_scale,
+            schedules=self._updater.torch_schedules,
             anomalies=self._anomalies,
             step=self._state.step,
             begun_epoch=self._state.begun_epoch,
@@ -1309,6 +1331,7 @@ class Trainer:
         self.storage.load_state_dict(training["events"], with_window=ranks.is_first)
         if self._updater.loss_scale is not None and training["loss_scale"] is not None:
             self._updater.loss_scale.load_state_dict(training["loss_scale"])
+        self._updater.load_schedules(training["schedules"], keep_settings=keep_settings)
         self._anomalies.load_state_dict(training["anomalies"])
         state.discard_step()
         self._next_due, self._has_loaded_weights = 0, False

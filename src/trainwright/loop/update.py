@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import reduce
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,13 +27,16 @@ from trainwright.loop.state import Batch
 from trainwright.optim.device_step import (
     device_of,
     divides_gradients,
+    rate_stamp,
     set_learning_rate,
     step_unless,
     supports_found_inf,
 )
+from trainwright.optim.torch_schedules import TorchSchedule
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split, local, set_gradient_dtype
 from trainwright.parallel.replicate import SHORT_DTYPES, GradientNorm, GradientSum, copy_from_first, norms_of
+from trainwright.user_code.locations import describe_method
 
 if TYPE_CHECKING:
     from trainwright.parallel.fully_shard import GradientSync
@@ -137,27 +139,77 @@ class StepResult(NamedTuple):
     lr: float
 
 
-@dataclass(slots=True)
 class ScheduledOptimizer:
-    """An optimizer with the schedule of its learning rate, a pure function of the step."""
+    """An optimizer with the schedule of its learning rate: a pure function of the step, a scheduler with state, or None.
 
-    optimizer: torch.optim.Optimizer
-    schedule: Callable[[int, int], float]
-    base_rates: list[float] = field(init=False)
+    Without a schedule the rates of the groups are not written: one that a hook writes stays, and is saved.
+    """
 
-    def __post_init__(self) -> None:
-        self.base_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, schedule: Callable[[int, int], float] | TorchSchedule | None
+    ) -> None:
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.writer: str | None = None
+        """The hook that has written a rate since the schedule did."""
+        self._written: list[object] | None = None
+        self._read: tuple[torch.Tensor, int, float] | None = None
 
-    def rate(self, step: int, max_steps: int) -> float:
-        """Returns the first group's learning rate in the update that follows `step` updates."""
+    def rate(self, step: int, max_steps: int) -> float | None:
+        """Returns the first group's rate in the update that follows `step` updates; None if it depends on more."""
+        if self.schedule is None or isinstance(self.schedule, TorchSchedule):
+            return None
         return self.base_rates[0] * self.schedule(step, max_steps)
 
-    def set_rate(self, step: int, max_steps: int) -> float:
+    def set_rate(self, step: int, max_steps: int, epoch: int = 0) -> float:
         """Writes the learning rates of the update that follows `step` updates; returns the first group's."""
-        factor = self.schedule(step, max_steps)
-        for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
-            set_learning_rate(group, base * factor)
-        return self.base_rates[0] * factor
+        if self.schedule is None:
+            return self._own_rate()
+        if self._written is not None and self.is_overwritten():
+            self._warn_of_writer()
+        if isinstance(self.schedule, TorchSchedule):
+            self.schedule.advance(step, epoch)
+            rate = self._own_rate()
+        else:
+            factor = self.schedule(step, max_steps)
+            for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
+                set_learning_rate(group, base * factor)
+            rate = self.base_rates[0] * factor
+        self._written = [rate_stamp(group["lr"]) for group in self.optimizer.param_groups]
+        return rate
+
+    def is_overwritten(self) -> bool:
+        """Returns True if a rate is not the one that the schedule wrote. Reads no value from the device."""
+        for group, stamp in zip(self.optimizer.param_groups, self._written or [], strict=False):
+            # Graph mode replaces numbers by tensors.
+            is_captured = isinstance(group["lr"], torch.Tensor) and not isinstance(stamp, tuple)
+            if not is_captured and rate_stamp(group["lr"]) != stamp:
+                return True
+        return False
+
+    def forget_written(self) -> None:
+        """Called after the optimizer's state was loaded: its rates are those of the checkpoint."""
+        self._written, self.writer = None, None
+
+    def _own_rate(self) -> float:
+        """Returns the first group's rate; one that is a tensor is read only after it was written."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        if not isinstance(rate, torch.Tensor):
+            return float(rate)
+        if self._read is None or self._read[0] is not rate or self._read[1] != rate._version:
+            self._read = (rate, rate._version, float(rate))
+        return self._read[2]
+
+    def _warn_of_writer(self) -> None:
+        """Warns once of a rate that the schedule overwrites."""
+        if self.writer != "":
+            logger.warning(
+                "%s has written a learning rate, which the schedule overwrites in the next step. Set the schedule to "
+                "null to keep the rates that are written, or remove the write.",
+                self.writer or "Code outside of the hooks, such as train_step,",
+            )
+        self.writer = ""
 
 
 class Updater:
@@ -223,6 +275,11 @@ class Updater:
         """True if reading a value of this step does not wait for the device."""
         return self._reads_at_once and not self._capture.is_active
 
+    @property
+    def is_capturing(self) -> bool:
+        """True while graph mode captures the step: no value can be read on the host."""
+        return self._capture.is_active
+
     def note_counted(self) -> None:
         """Notes that losses count labels: an update of ignored labels is skipped."""
         if not self.skips_updates:
@@ -242,23 +299,53 @@ class Updater:
                     type(entry.optimizer).__name__,
                 )
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, epoch: int = 0) -> None:
         """Begins a step: writes the learning rates of the update that follows `step` updates."""
         if self.buffer_snapshot is not None:
             self.buffer_snapshot.take()
         self.step, self.is_judged = step + 1, False
         for name, entry in self.optimizers.items():
-            self.rates[name] = entry.set_rate(step, self.max_steps)
+            self.rates[name] = entry.set_rate(step, self.max_steps, epoch)
+
+    @property
+    def torch_schedules(self) -> dict[str, TorchSchedule]:
+        """The schedules that have state, by the name of their optimizer."""
+        found = {name: entry.schedule for name, entry in self.optimizers.items()}
+        return {name: each for name, each in found.items() if isinstance(each, TorchSchedule)}
+
+    def note_writer(self, function: Callable[..., Any]) -> None:
+        """Called after a hook: notes it if it has written a rate that a schedule will overwrite."""
+        for entry in self.optimizers.values():
+            if entry.writer is None and entry.schedule is not None and entry.is_overwritten():
+                entry.writer = describe_method(function)
+
+    def load_schedules(self, states: Mapping[str, Mapping[str, Any]], *, keep_settings: bool = False) -> None:
+        """Restores the schedules that have state; called after the optimizers were restored."""
+        for entry in self.optimizers.values():
+            entry.forget_written()
+        for name, schedule in self.torch_schedules.items():
+            if name in states:
+                schedule.load_state_dict(states[name], keep_settings=keep_settings)
+            else:
+                logger.warning("The checkpoint has no state of the schedule of %s, which starts over.", name)
+            schedule.check_length(self.max_steps)
 
     def share_buffers(self) -> None:
         """Gives every rank the first rank's buffers, so that a run resumed from a checkpoint has the same."""
         if self._buffers:
             copy_from_first([read_buffer(each) for each in self._buffers], self.ranks)
 
-    def begin(self, num_samples: int, *, num_backwards: int | None = None, accumulates: bool = True) -> Update:
+    def begin(
+        self,
+        num_samples: int,
+        *,
+        num_backwards: int | None = None,
+        accumulates: bool = True,
+        micro_batch: object = None,
+    ) -> Update:
         """Begins an update with cleared gradients; `num_samples` is the weight of a plain loss.
 
-        `num_backwards` is how often `backward` will be called, if that is known: the sum over ranks can then overlap
+        `micro_batch` is the key of the current micro-batch (see `Update`). `num_backwards` is how often `backward` will be called, if that is known: the sum over ranks can then overlap
         with the last one. If it `accumulates` several gradients, or sums them over ranks, those of 16-bit parameters
         are fp32 until the optimizers read them: in bf16 a sum of hundreds loses several percent.
         """
@@ -278,7 +365,7 @@ class Updater:
         if accumulates or self.ranks.size > 1:
             for parameter in self.owned_by(tuple(self.optimizers)).short:
                 set_gradient_dtype(parameter, torch.float32)
-        return Update(self, num_samples, num_backwards)
+        return Update(self, num_samples, num_backwards, micro_batch)
 
     def divides_gradients(self, names: Sequence[str]) -> bool:
         """Returns True if all of these optimizers clip in their own kernels, and this pays on the device."""
@@ -369,16 +456,21 @@ class _OwnedParameters:
 class Update:
     """One update in progress: any number of `backward`, then one `apply`."""
 
-    def __init__(self, updater: Updater, num_samples: int, num_backwards: int | None = None) -> None:
+    def __init__(
+        self, updater: Updater, num_samples: int, num_backwards: int | None = None, micro_batch: object = None
+    ) -> None:
         self.num_samples = num_samples
         """The weight of a plain loss; the trainer sets it for each micro-batch."""
+        self.micro_batch = micro_batch
+        """The key of the current micro-batch, None for the whole batch: terms with the same key add up."""
         self.weight: torch.Tensor | float = 0.0
         """After `apply`: the weight of the loss, Σcount over micro-batches and ranks."""
         self._updater = updater
         self._backwards_left = num_backwards
         self._is_whole = num_backwards == 1 and updater.ranks.size == 1
         """True if one micro-batch of one rank is the whole batch: its mean needs no weight."""
-        self._losses: list[tuple[Loss, torch.Tensor | float]] = []
+        self._losses: dict[object, tuple[Loss, torch.Tensor | float]] = {}
+        """The sum of the terms of each micro-batch, with its weight."""
         self.has_plain_loss = False
         """True if a loss was neither a Mean nor a mean over a known number of labels."""
         self._metrics: dict[str, list[tuple[Any, int]]] = {}
@@ -387,19 +479,22 @@ class Update:
     def backward(
         self, result: ForwardResult | Loss | tuple[Loss, Mapping[str, Any]], num_samples: int | None = None
     ) -> None:
-        """Adds a micro-batch: propagates its share of the loss and keeps its metrics.
+        """Adds a term to the loss of the current micro-batch: propagates its share and keeps its metrics.
 
-        A plain loss, alone or as (loss, metrics), is weighted by `num_samples`, by default those of the current
-        micro-batch. Propagates total / global_batch_size, which keeps fp16 in range for any count.
+        Several terms of one micro-batch add up, as several `.backward()` do; terms of different micro-batches are
+        averaged. A plain loss, alone or as (loss, metrics), is weighted by the samples of the current micro-batch.
+        With `num_samples` it is a micro-batch of its own, for a step that splits its batch itself. Propagates
+        total / global_batch_size, which keeps fp16 in range for any count.
         """
         if not isinstance(result, ForwardResult):
             count = self.num_samples if num_samples is None else num_samples
             result = read_pair(result, count) if isinstance(result, tuple) else ForwardResult(result, count)
+        key = self.micro_batch if num_samples is None else object()
         updater = self._updater
         if updater.has_shards:
             result.loss = full_loss(result.loss)  # a user's own step may have changed it
         with updater.suspend():
-            scaled = self._scale(result)
+            scaled = self._scale(result, key)
             if scaled is None:
                 return
             trace = updater.heartbeat.trace
@@ -420,7 +515,7 @@ class Update:
         """
 
         def loss_of(outputs: Any, number: int) -> torch.Tensor:
-            scaled = self._scale(read(outputs, micro_batches[number]))
+            scaled = self._scale(read(outputs, micro_batches[number]), number)
             assert scaled is not None  # every stage takes part in each backward
             return scaled
 
@@ -428,14 +523,14 @@ class Update:
         pipeline.run([each.value for each in micro_batches], loss_of)
         self._backwards_left = None
         if not self._losses:
-            self._losses.append((Mean(0.0, 0.0), 0))
+            self._losses[None] = _NO_LOSS
 
-    def _scale(self, result: ForwardResult) -> torch.Tensor | None:
-        """Keeps the loss and metrics of a micro-batch; returns the tensor to propagate, None if there is none."""
+    def _scale(self, result: ForwardResult, key: object) -> torch.Tensor | None:
+        """Keeps the loss and metrics of a term; returns the tensor to propagate, None if there is none."""
         updater = self._updater
         loss, num_samples = result.loss, result.num_samples
         if num_samples == 0:
-            self._losses.append((Mean(0.0, 0.0), 0))
+            self._losses.setdefault(key, _NO_LOSS)
             # Not even multiplied by 0, because a NaN would remain. Without sharding the ranks only share the sum of
             # gradients; with sharded parameters or layers every rank has to take part in the backward.
             if updater.sync is None and updater.pipeline is None:
@@ -445,7 +540,10 @@ class Update:
         # Ranks along context all propagate this loss, and their gradients are summed.
         batch_size = updater.global_batch_size * updater._gradient_copies
         weight: torch.Tensor | float = num_samples
-        if isinstance(loss, Mean):
+        scaled: torch.Tensor | float
+        if self._losses and (earlier := self._earlier_terms(key)) is not None:
+            loss, scaled, weight = self._add_term(result, earlier, batch_size)
+        elif isinstance(loss, Mean):
             scaled = loss.total / batch_size
         elif result.count is None:
             share = num_samples / batch_size
@@ -462,10 +560,54 @@ class Update:
             )
         if updater.loss_scale is not None:
             scaled = scaled * updater.loss_scale.scale
-        self._losses.append((loss.detach(), weight))
+        self._losses[key] = loss.detach(), weight
         for name, value in result.metrics.items():
             self._metrics.setdefault(name, []).append((value, num_samples))
         return scaled
+
+    def _earlier_terms(self, key: object) -> tuple[Loss, torch.Tensor | float] | None:
+        """Returns the sum of the earlier terms of a micro-batch with its weight; None for its first term.
+
+        A term of the whole batch, after those of its micro-batches, has the sum of their weights.
+        """
+        earlier = self._losses.get(key)
+        if earlier is None and key is None:
+            counts = [_count_of(each) for each in self._losses.values()]
+            return Mean(0.0, sum(counts[1:], counts[0])), 0
+        return None if earlier is _NO_LOSS else earlier
+
+    def _add_term(
+        self, result: ForwardResult, earlier: tuple[Loss, torch.Tensor | float], batch_size: int
+    ) -> tuple[Loss, Any, torch.Tensor | float]:
+        """Returns the sum of the terms with another one, the tensor to propagate for it, and the weight of the sum.
+
+        A plain loss gets the weight of the earlier terms. One with a count must have the same count: the mean of the
+        sum would otherwise not be the sum of the means.
+        """
+        (loss, weight), term = earlier, result.loss
+        count = _count_of(earlier)
+        own_count = term.count if isinstance(term, Mean) else result.count
+        if own_count is not None:
+            self._require_equal(count, own_count)
+        total = term.total if isinstance(term, Mean) else term * count
+        scaled = total / batch_size if isinstance(term, Mean) else term * (count / batch_size)
+        if isinstance(loss, Mean):
+            return Mean(loss.total + total, loss.count), scaled, weight
+        return loss + _without_nan(total / count if isinstance(term, Mean) else term, count), scaled, weight
+
+    def _require_equal(self, first: Any, second: Any) -> None:
+        """Raises for terms of one micro-batch with different weights; a captured step was compared in its warm-up."""
+        is_on_device = isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor)
+        if first is second or (is_on_device and self._updater.is_capturing):
+            return
+        if bool(abs(first - second) <= 1e-6 * abs(first)):  # sums of fractional counts are rounded
+            return
+        raise TrainwrightError(
+            f"Two terms of one micro-batch have different counts, {float(first):g} and {float(second):g}, so their sum "
+            "has no common mean. A plain loss counts samples. Add the terms before backward, for example Mean(total + "
+            "0.1 * penalty * count, count), give both the same count, or call backward with the counted term first: a "
+            "plain loss that follows gets its count."
+        )
 
     def _begin_backward(self) -> None:
         """Prepares the sum over ranks, which starts during the last backward of the update if that is known."""
@@ -541,7 +683,7 @@ class Update:
         """Sums over micro-batches and ranks; returns the loss and the factor that makes the gradients exactly its."""
         updater = self._updater
         batch_size = updater.global_batch_size
-        first, weight = self._losses[0]
+        first, weight = next(iter(self._losses.values()))
         if updater.ranks.size == 1 and len(self._losses) == 1 and isinstance(first, torch.Tensor):
             # The common case needs no arithmetic on the device at all.
             self.weight = weight if isinstance(weight, torch.Tensor) else float(weight)
@@ -552,10 +694,15 @@ class Update:
             return first, batch_size / weight if weight else 0.0
         device = owned.parameters[0].device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
-        for loss, weight in self._losses:
+        losses = dict(self._losses)
+        of_whole = losses.pop(None, None) if len(losses) > 1 else None
+        for loss, weight in losses.values():
             total, count = (loss.total, loss.count) if isinstance(loss, Mean) else (loss * weight, weight)
             totals[0] += total
             totals[1] += count
+        if of_whole is not None:  # the samples of the whole batch are those of its micro-batches
+            self._require_equal(totals[1], _count_of(of_whole))
+            totals[0] += of_whole[0].total if isinstance(of_whole[0], Mean) else of_whole[0] * of_whole[1]
         mesh, sync = updater.ranks.mesh, updater.sync
         if updater.detector is not None and updater.ranks.size > 1:
             self._own_is_finite = totals[0] - totals[0] == 0
@@ -640,6 +787,16 @@ class Update:
         if updater.buffer_snapshot is not None:
             updater.buffer_snapshot.restore(skip)
         return skip
+
+
+_NO_LOSS: tuple[Loss, float] = (Mean(0.0, 0.0), 0)
+"""The loss of a micro-batch without samples of its own."""
+
+
+def _count_of(terms: tuple[Loss, torch.Tensor | float]) -> Any:
+    """Returns the weight of a loss in the mean over micro-batches: the count of a Mean, or that of its samples."""
+    loss, weight = terms
+    return loss.count if isinstance(loss, Mean) else weight
 
 
 def _either(first: torch.Tensor | bool, second: torch.Tensor | bool) -> torch.Tensor | bool:

@@ -336,6 +336,11 @@ def set_learning_rate(group: MutableMapping[str, Any], value: float) -> None:
         group["lr"] = value
 
 
+def rate_stamp(rate: Any) -> Any:
+    """Returns a value that differs once a rate was written: of a tensor its version, which is known on the host."""
+    return (id(rate), rate._version) if isinstance(rate, Tensor) else rate
+
+
 def sync_captured_rates(optimizer: torch.optim.Optimizer) -> None:
     """Takes a rate that somebody has put in the place of a group's tensor into that tensor, which a replay reads."""
     told: Any = optimizer

@@ -38,6 +38,7 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "inverse_square_root": "trainwright.optim.schedules:InverseSquareRoot",
         "polynomial": "trainwright.optim.schedules:Polynomial",
         "step": "trainwright.optim.schedules:Step",
+        "reduce_on_plateau": "trainwright.optim.torch_schedules:ReduceOnPlateau",
         "warmup_stable_decay": "trainwright.optim.schedules:WarmupStableDecay",
     },
     "dataset": {

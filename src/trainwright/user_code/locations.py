@@ -101,6 +101,18 @@ def name_of(target: Any) -> str:
     return getattr(target, "__name__", type(target).__name__)
 
 
+def describe_method(function: Any) -> str:
+    """Returns the class and name of a method, or the name of a function, with its location: `Info.after_step (f.py:3)`.
+
+    A function that calls a user's has that one as its attribute `user_function`.
+    """
+    while hasattr(function, "user_function"):
+        function = function.user_function
+    name = getattr(function, "__qualname__", name_of(function)).rpartition("<locals>.")[2]
+    where = location_of(function)
+    return name if where is None else f"{name} ({where})"
+
+
 def parameters_of(target: Any) -> Mapping[str, inspect.Parameter] | None:
     """Returns the parameters of a function or class by name; None where Python has no signature, as for a builtin."""
     try:

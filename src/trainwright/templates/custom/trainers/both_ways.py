@@ -21,8 +21,8 @@ class BothWays(Trainer):
         for micro_batch in self.micro_batches(batch):
             update.backward(self.run_forward(micro_batch))
             turned = {name: wave.flip(-1) for name, wave in micro_batch.items()}
-            update.backward(self.run_forward(turned))
-        result = update.apply()  # reduces over processes, clips, steps; the loss is the mean over all of it
+            update.backward(self.run_forward(turned))  # adds up, as a second loss.backward() does
+        result = update.apply()  # reduces over processes, clips, steps; the loss is the sum of both directions
         result.metrics["step_loss_root"] = result.loss.sqrt()  # metrics are a dict of yours to change
         return result
 
