@@ -201,6 +201,7 @@ class Build:
         """Builds a sampler with those in its arguments; its constructor receives the dataset if it has a parameter."""
         arguments = dict(section.arguments)
         for name, value in section.arguments.items():
+            value = {"type": value} if name == "sampler" and isinstance(value, str) else value
             if isinstance(value, Mapping) and isinstance(value.get("type"), str):
                 inner = Component.from_mapping(value).located_at(section.origin)
                 arguments[name] = self._sampler(f"{label}.{name}", inner, dataset, batch_size)

@@ -274,13 +274,22 @@ class TrainData(BatchLoader):
     @property
     def epoch(self) -> int:
         """The epoch of the next sample that is returned."""
-        position = self.order_position
-        if self._skipped.ranges:
-            spans = rank_spans(
-                position, self.num_samples, self.global_batch_size, View(), self._skipped, stop_of=self._stop_of
-            )
-            position = next((span.start for span in spans), position)
+        position = self._next_position if self._skipped.ranges else self.order_position
         return self.order.epoch_at(position) if self._is_drawn else position // self.order.epoch_size  # type: ignore[no-any-return]
+
+    @property
+    def _next_position(self) -> int:
+        """The position of the next sample that is returned; behind the last one, `num_samples`."""
+        position, limit = self.order_position, self.num_samples
+        if not self._skipped.ranges:
+            return position
+        spans = rank_spans(position, limit, self.global_batch_size, View(), self._skipped, stop_of=self._stop_of)
+        return next((span.start for span in spans), position if limit is None else max(position, limit))
+
+    @property
+    def is_at_end(self) -> bool:
+        """True if `num_samples` were returned or skipped."""
+        return self.num_samples is not None and self._next_position >= self.num_samples
 
     def __len__(self) -> int:
         return self._size
@@ -436,6 +445,7 @@ class MadeBatches(BatchLoader):
 
     epoch = 0
     num_samples: int | None = None
+    is_at_end = False
 
     def __init__(
         self,

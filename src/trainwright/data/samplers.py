@@ -201,8 +201,8 @@ class WeightedSamples(Order):
             # The order of exponential variables with these rates is that of successive draws without replacement.
             key = mix_seed(self.seed, _DRAW_STREAM, epoch)
             uniform = 1.0 - _uniform(np.arange(self.size, dtype=np.int64), key=key)  # in (0, 1]
-            with np.errstate(divide="ignore", invalid="ignore"):
-                times = np.where(self._weights > 0, -np.log(uniform) / self._weights, np.inf)
+            with np.errstate(divide="ignore", invalid="ignore"):  # in logarithms: a small weight must not overflow
+                times = np.where(self._weights > 0, np.log(-np.log(uniform)) - np.log(self._weights), np.inf)
             self._drawn = epoch, np.argsort(times, kind="stable")[: self.epoch_size]
         return self._drawn[1][offsets]
 
@@ -265,7 +265,8 @@ class SamplerOrder:
         reject_distributed(sampler)
         if not hasattr(sampler, "__iter__"):
             raise ConfigError(
-                f"data.sampler: a {type(sampler).__name__} cannot be iterated. Use a torch Sampler or BatchSampler."
+                f"data.sampler: it must be iterable, but this is of type {type(sampler).__name__}. Use a torch Sampler "
+                "or BatchSampler."
             )
         self.size = size
         self.seed = seed

@@ -292,6 +292,13 @@ class StreamData(BatchLoader):
         """Returns None: the rows of a stream have no index."""
         return None
 
+    @property
+    def is_at_end(self) -> bool:
+        """True if no batch is left, as far as that is known."""
+        return self.epoch >= self.num_passes or (
+            self.num_samples is not None and self.order_position >= self.num_samples
+        )
+
     def epochs_at(self, position: int) -> Fraction:
         """Not called: the length of a stream is unknown, so fractions of an epoch are rejected."""
         raise AssertionError("a position of a stream is not a fraction of an epoch")

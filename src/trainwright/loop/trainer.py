@@ -708,7 +708,7 @@ class Trainer:
             while state.step < self.max_steps and not self._stop_signal.decided:
                 state.epoch, state.epoch_ended, state.phase = data.epoch, False, "in_step"
                 self.storage.step = state.step + 1
-                if state.epoch != state.begun_epoch:
+                if state.epoch != state.begun_epoch and not data.is_at_end:
                     self._hook_calls.call("before_epoch")
                     state.begun_epoch = state.epoch
                 self._updater.begin_step(state.step, state.epoch)
