@@ -160,7 +160,7 @@ def test_a_wrong_override_is_rejected_under_the_same_checks(example):
         RunConfig.load("run.yaml", ["log.every_step=5"])
     assert str(rejection.value) == (
         'override log.every_step=5: log.every_step: there is no such setting. Did you mean "every_steps"? '
-        "Known: every_steps."
+        "Known: every_steps, every_epochs."
     )
 
 

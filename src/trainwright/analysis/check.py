@@ -175,7 +175,8 @@ def _check_arguments(
     if signature is None or (kind == "model" and isinstance(target, type) and is_transformers_class(target)):
         return  # only the build can check it
     parameters = [one for one in signature.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    provided = [*{"optimizer": ["params"], "writer": ["folder"]}.get(kind, []), "project_dir"]
+    by_kind = {"optimizer": ["params"], "writer": ["folder"], "sampler": ["dataset", "data_source", "batch_size"]}
+    provided = [*by_kind.get(kind, []), "project_dir"]
     reserved = case.config.model.reserved if kind == "model" and case.config.model is not None else {}
     if kind == "model" and ("preset" in arguments or "pretrained" in reserved):
         provided += [one.name for one in parameters]  # the preset or the pretrained folder has the others

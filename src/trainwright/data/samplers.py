@@ -128,7 +128,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _read_npy(path: Path) -> Any:
-    return np.load(path, allow_pickle=False)
+    return np.load(path)
 
 
 def _read_numbers(path: Path) -> list[float]:

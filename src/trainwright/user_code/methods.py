@@ -58,8 +58,8 @@ HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("on_epoch_end", "on_train_epoch_end", "after_train_epoch"), "after_epoch"),
     **dict.fromkeys(("on_step_begin", "on_train_batch_start", "before_iter", "before_train_iter"), "before_step"),
     **dict.fromkeys(("on_step_end", "on_train_batch_end", "after_iter", "after_train_iter"), "after_step"),
-    **dict.fromkeys(("on_validation_start", "on_eval_begin"), "before_eval"),
-    **dict.fromkeys(("on_evaluate", "on_validation_end", "on_eval_end"), "after_eval"),
+    **dict.fromkeys(("on_validation_start", "on_validation_epoch_start", "on_eval_begin"), "before_eval"),
+    **dict.fromkeys(("on_evaluate", "on_validation_end", "on_validation_epoch_end", "on_eval_end"), "after_eval"),
     **dict.fromkeys(("on_save", "on_save_checkpoint", "after_save_checkpoint"), "after_save"),
     **dict.fromkeys(("on_exception", "on_error"), "close"),
 }
@@ -134,6 +134,10 @@ def reject_uncalled(hook: object, contract: type, events: Collection[str], *, ov
         owner, ours, where = type(hook).__name__, HOOK_METHODS_ELSEWHERE.get(name), location_of(method)
         if ours is not None and ours not in overrides:
             raise ConfigError(f"{owner}.{name} is never called. Call it {ours}.", where=where)
+        if ours is None and "epoch" in name:
+            raise ConfigError(
+                f"{owner}.{name} is never called. The events of epochs are before_epoch and after_epoch.", where=where
+            )
         if not overrides:
             raise ConfigError(
                 f"{owner}.{name} is never called, and {owner} has no other event. The events of a hook are "
