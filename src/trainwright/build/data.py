@@ -221,6 +221,11 @@ class Loaders:
             return dataset
         if sampler is not None:
             reject_sampler(self._config, dataset)
+            if section.shuffle:
+                raise ConfigError(
+                    "data.shuffle: true contradicts the sampler of build_sampler, which defines the order. Remove it.",
+                    where=self._config.origin("data.shuffle"),
+                )
         self._reject_last_batch(dataset)
         options: dict[str, Any] = {
             "global_batch_size": self._batch.global_batch_size,
@@ -435,6 +440,18 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
     if not steps:
         raise ConfigError("trainer: max_steps, max_epochs, max_samples or max_tokens is required.", where=where)
     return min(steps), min(samples) if samples else None
+
+
+def order_settings(config: RunConfig, data: TrainingData) -> dict[str, Any]:
+    """Returns the settings of the order that were not written, as the data has them: writing them changes nothing."""
+    settings: dict[str, Any] = {}
+    if not isinstance(data, TrainData) or data.sampler is None:
+        settings["data.shuffle"] = config.data.shuffles
+    if isinstance(data, StreamData):
+        settings["data.last_batch"] = config.data.last_batch or "short"
+    elif isinstance(data, TrainData) and not (isinstance(data.order, SamplerOrder) and data.order.has_batches):
+        settings["data.last_batch"] = data.last_batch
+    return settings
 
 
 def describe_size(data: TrainingData | EvaluationData) -> str:
