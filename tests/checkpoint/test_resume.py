@@ -197,6 +197,16 @@ def test_how_many_processes_call_the_function_of_the_data_may_change(tmp_path):
     assert changed_settings(one, three) == {"data.process.version": (None, 3)}
 
 
+def test_writing_a_default_of_the_order_is_not_a_change(tmp_path):
+    plain = load(tmp_path)
+    assert changed_settings(plain, load(tmp_path, "data.shuffle=true", "data.last_batch=straddle")) == {}
+    assert changed_settings(plain, load(tmp_path, "data.last_batch=short")) == {
+        "data.last_batch": ("straddle", "short")
+    }
+    sampler = "data.sampler={type: weighted, weights: w.json}"
+    assert changed_settings(load(tmp_path, sampler), load(tmp_path, sampler, "data.shuffle=false")) == {}
+
+
 def test_nan_is_not_a_change_of_nan(tmp_path):
     override = "data.train={type: parts.py:Points, noise: .nan, seed: [.nan, 1]}"
     assert changed_settings(load(tmp_path, override), load(tmp_path, override)) == {}

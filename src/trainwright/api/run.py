@@ -208,8 +208,6 @@ def _reject_other_arguments(
         "trainer.micro_batch_size": own.trainer.micro_batch_size,
         "evaluation.every_steps": own.evaluation.every_steps,  # None for train_and_post_eval
         "evaluation.every_epochs": own.evaluation.every_epochs,
-        **({} if config.data.shuffle is not None else {"data.shuffle": own.data.shuffle}),
-        **({} if config.data.last_batch is not None else {"data.last_batch": own.data.last_batch}),
         "name": config.name if trainer.ranks.is_first else own.name,  # chosen by the first rank
     }
     config = recorded(config, type(trainer)) if recorded(own, type(trainer)) == own else config

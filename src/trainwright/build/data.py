@@ -442,18 +442,6 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
     return min(steps), min(samples) if samples else None
 
 
-def order_settings(config: RunConfig, data: TrainingData) -> dict[str, Any]:
-    """Returns the settings of the order that were not written, as the data has them: writing them changes nothing."""
-    settings: dict[str, Any] = {}
-    if not isinstance(data, TrainData) or data.sampler is None:
-        settings["data.shuffle"] = config.data.shuffles
-    if isinstance(data, StreamData):
-        settings["data.last_batch"] = config.data.last_batch or "short"
-    elif isinstance(data, TrainData) and not (isinstance(data.order, SamplerOrder) and data.order.has_batches):
-        settings["data.last_batch"] = data.last_batch
-    return settings
-
-
 def describe_size(data: TrainingData | EvaluationData) -> str:
     """Returns the number of samples as text, if it is known."""
     if isinstance(data, MadeBatches):

@@ -22,7 +22,7 @@ from trainwright.autotune.activation_checkpointing import settle_activation_chec
 from trainwright.autotune.micro_batch import settle_micro_batch
 from trainwright.backends import Backend, Capture, pick_backend
 from trainwright.build.components import Build, describe_dtypes
-from trainwright.build.data import Loaders, describe_size, limits, may_make_batches, order_settings
+from trainwright.build.data import Loaders, describe_size, limits, may_make_batches
 from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
 from trainwright.checkpoint import contents
 from trainwright.checkpoint import run_folder as run_folders
@@ -38,7 +38,7 @@ from trainwright.config.component import type_of
 from trainwright.data.loader import MadeBatches
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import preserve_generators, seed_generators
-from trainwright.data.stream_loader import EvaluationData, TrainingData
+from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events import EventStorage
 from trainwright.loop.heartbeat import Heartbeat
@@ -355,7 +355,7 @@ def assemble(
     if for_training:
         sampler = None if makes_batches else trainer_class.build_sampler(build, dataset)
         train_data, max_steps = loaders.for_training(dataset, sampler, makes_batches=makes_batches)
-        config = build.config = _resolved(config, batch, max_steps, train_data)
+        config = build.config = _resolved(config, batch, max_steps)
     eval_sets = trainer_class.build_eval_data(build)
     eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
     test = build.test_data()
@@ -468,7 +468,7 @@ def _on_first_rank(ranks: Ranks, function: Callable[[], T]) -> T:
     return cast(T, found)
 
 
-def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int, data: TrainingData) -> RunConfig:
+def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
     """Returns the config with its derived values, as the run's config.yaml has them."""
     folder = config.checkpoint.folder
     sizes = {
@@ -481,7 +481,6 @@ def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int, data: Trainin
             "checkpoint.folder": folder if folder is None or is_address(folder) else str(Path(folder).absolute()),
             "trainer.max_steps": max_steps,
             **({} if batch.varies else sizes),
-            **order_settings(config, data),
         }
     )
 

@@ -35,7 +35,7 @@ FREE_SETTINGS = (
 def changed_settings(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Returns the settings that affect the math and differ: dotted name → (saved value, current value)."""
     # The saved settings have no credentials: a URL with other ones is the same URL.
-    then, now = dict(_flatten(saved.masked().to_dict())), dict(_flatten(config.masked().to_dict()))
+    then, now = _with_defaults(saved.masked()), _with_defaults(config.masked())
     return {
         name: (then.get(name), now.get(name))
         for name in dict.fromkeys([*then, *now])
@@ -106,6 +106,14 @@ def pick_step(store: AnyStore, step: int | str, *, best: KeepBest | None) -> int
         chosen = int(step)
     store.verify(chosen)
     return chosen
+
+
+def _with_defaults(config: RunConfig) -> dict[str, Any]:
+    """Returns all settings by dotted name; those of the order that are not set have the value that they stand for."""
+    settings = {"data.shuffle": True, "data.last_batch": "straddle", **dict(_flatten(config.to_dict()))}
+    if config.data.sampler is not None:
+        del settings["data.shuffle"]  # false has no effect next to a sampler
+    return settings
 
 
 def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
