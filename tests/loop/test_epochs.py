@@ -139,6 +139,21 @@ def test_a_rollback_to_an_earlier_epoch_begins_the_next_one_again(tmp_path):
     assert [epoch for name, epoch, _ in events.seen if name == "before_epoch"] == [0, 1, 1, 2]
 
 
+def test_a_rollback_leaves_out_as_many_batches_as_it_is_told_if_one_is_short(tmp_path):
+    rollback = "anomalies={non_finite: rollback, skip_batches: 2}"
+    settings = (*TWENTY, "data.last_batch=short", "trainer.micro_batch_size=8", rollback)
+
+    class Second(Trainer):
+        def forward(self, **batch):
+            outputs = super().forward(**batch)
+            is_bad = self.train_data.batch_positions == (8, 16)
+            return {**outputs, "loss": outputs["loss"] * float("nan")} if is_bad else outputs
+
+    trainer = run(tmp_path / "run", *settings, trainer=Second)
+    assert trainer.train_data.state_dict()["left_out"] == [[8, 20]]
+    assert trainer.step == 1 + 3 + 3
+
+
 def test_a_hook_can_end_the_run_with_an_epoch_and_the_step_is_evaluated(tmp_path):
     stop = Every(epochs=2)(lambda trainer: trainer.stop("two epochs"))
     trainer = run(

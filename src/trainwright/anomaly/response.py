@@ -6,7 +6,7 @@ Detection is in detection.py; the trainer calls the hooks and restores the state
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,11 +135,16 @@ class AnomalyResponse:
             return candidate
         return None
 
-    def positions_to_skip(self, anomaly: Anomaly, global_batch_size: int) -> tuple[int, int]:
-        """Returns the range of data positions that the run leaves out after a rollback."""
+    def positions_to_skip(self, anomaly: Anomaly, stop_of: Callable[[int], int]) -> tuple[int, int]:
+        """Returns the range of data positions that the run leaves out after a rollback.
+
+        `stop_of` returns where the batch that begins at a position ends.
+        """
         assert anomaly.positions is not None
         start, stop = anomaly.positions
-        return start, stop + (self._section.skip_batches - 1) * global_batch_size
+        for _ in range(self._section.skip_batches - 1):
+            stop = stop_of(stop)
+        return start, stop
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to judge and count equally."""

@@ -205,6 +205,10 @@ class BatchLoader:
         self.on_error = on_error or OnError()
         self.seed = seed
 
+    def stop_of_batch(self, start: int) -> int:
+        """Returns the position at which a batch ends that begins at `start`."""
+        return start + self.global_batch_size
+
     @cached_property
     def files(self) -> list[str]:
         """The files of the dataset, for checkpoints."""
@@ -318,6 +322,10 @@ class TrainData(BatchLoader):
         length: int = self.order.epoch_size
         in_epochs = (stop // length - start // length) * math.ceil(length / size)
         return in_epochs + math.ceil(stop % length / size) - start % length // size
+
+    def stop_of_batch(self, start: int) -> int:
+        """Returns the position at which a batch ends that begins at `start`."""
+        return super().stop_of_batch(start) if self._stop_of is None else self._stop_of(start)
 
     def _stop_in_epoch(self, position: int) -> int:
         """Returns where the batch of a position ends if batches begin with the epoch."""

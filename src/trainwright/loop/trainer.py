@@ -1455,7 +1455,7 @@ class Trainer:
             contents.restore_generators(self._saved_generators)
         # Not the count of the restored state: otherwise a run could roll back forever.
         anomalies.num_anomalies = num_anomalies
-        start, stop = anomalies.positions_to_skip(anomaly, data.global_batch_size)
+        start, stop = anomalies.positions_to_skip(anomaly, data.stop_of_batch)
         data.skip_positions(start, stop)
         if ranks.is_first:
             logger.warning(
