@@ -140,7 +140,7 @@ class StepResult(NamedTuple):
 
 
 class ScheduledOptimizer:
-    """An optimizer with the schedule of its learning rate: a pure function of the step, a scheduler with state, or None.
+    """An optimizer and the schedule of its learning rate: a pure function of the step, a scheduler with state or None.
 
     Without a schedule the rates of the groups are not written: one that a hook writes stays, and is saved.
     """
@@ -350,9 +350,10 @@ class Updater:
     ) -> Update:
         """Begins an update with cleared gradients; `num_samples` is the weight of a plain loss.
 
-        `micro_batch` is the key of the current micro-batch (see `Update`). `num_backwards` is how often `backward` will be called, if that is known: the sum over ranks can then overlap
-        with the last one. If it `accumulates` several gradients, or sums them over ranks, those of 16-bit parameters
-        are fp32 until the optimizers read them: in bf16 a sum of hundreds loses several percent.
+        `micro_batch` is the key of the current micro-batch (see `Update`). `num_backwards` is how often `backward` will
+        be called, if that is known: the sum over ranks can then overlap with the last one. If it `accumulates` several
+        gradients, or sums them over ranks, those of 16-bit parameters are fp32 until the optimizers read them: in bf16
+        a sum of hundreds loses several percent.
         """
         if self._postponed:
             raise ConfigError(

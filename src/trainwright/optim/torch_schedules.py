@@ -164,7 +164,7 @@ class TorchSchedule:
 
     @contextmanager
     def _plain_rates(self) -> Iterator[None]:
-        """Lets the scheduler compute with plain numbers where rates are tensors on a device, which it would wait for."""
+        """Lets the scheduler compute with plain numbers instead of rates on a device, for which it would wait."""
         groups = self.scheduler.optimizer.param_groups
         tensors = {number: group["lr"] for number, group in enumerate(groups) if isinstance(group["lr"], torch.Tensor)}
         for number, tensor in tensors.items():
