@@ -122,7 +122,7 @@ def test_a_launcher_that_is_killed_at_start_up_leaves_no_orphans(moment, tmp_pat
     ranks = ranks_of(process.process)
     process.send(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=8)
+    wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=30)
 
 
 def test_a_worker_without_prctl_notices_that_its_launcher_died(monkeypatch):

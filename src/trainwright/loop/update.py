@@ -18,6 +18,7 @@ import torch
 
 from trainwright.anomaly.detection import AnomalyDetector
 from trainwright.backends import Capture, reads_at_once, waits_for_memory
+from trainwright.backends.private_torch import version_of
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.mean import detached_copy, is_sharded
@@ -197,8 +198,8 @@ class ScheduledOptimizer:
         rate = self.optimizer.param_groups[0]["lr"]
         if not isinstance(rate, torch.Tensor):
             return float(rate)
-        if self._read is None or self._read[0] is not rate or self._read[1] != rate._version:
-            self._read = (rate, rate._version, float(rate))
+        if self._read is None or self._read[0] is not rate or self._read[1] != version_of(rate):
+            self._read = (rate, version_of(rate), float(rate))
         return self._read[2]
 
     def _warn_of_writer(self) -> None:
