@@ -59,7 +59,7 @@ class Report:
         self.results.setdefault(case, {})[contender] = found
 
     def write(self, folder: Path) -> None:
-        """Writes gpu.json and gpu.md anew."""
+        """Replaces gpu.json and gpu.md."""
         content = {"machine": self._machine, "command": self._command, "results": self.results}
         (folder / "gpu.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         (folder / "gpu.md").write_text(self.text(), encoding="utf-8")

@@ -71,7 +71,7 @@ def measure(shape: tuple[int, int, int], device: torch.device, rounds: int, back
             torch.cuda.reset_peak_memory_stats()
             once(loss)
             results[name]["peak_mib"] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
-        # Each by itself: a compiled form would have to be compiled anew in every round.
+        # Each by itself: a compiled form would have to be compiled again in every round.
         results[name]["ms"] = round(
             statistics.median(milliseconds(lambda loss=loss: once(loss), device) for _ in range(rounds)), 3
         )

@@ -44,7 +44,24 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 
 
+# What pytest, its plugins and Python's caches write is hidden; torture.json belongs to `make torture`.
+OTHERS_FILES = {"__pycache__", "torture.json"}
+
+
+def _files_in_current_folder():
+    names = {path.name for path in Path().iterdir()}
+    return {name for name in names if not name.startswith(".")} - OTHERS_FILES
+
+
+def pytest_sessionstart(session):
+    session.files_at_first = _files_in_current_folder()
+
+
 def pytest_sessionfinish(session):
+    left = sorted(_files_in_current_folder() - session.files_at_first)
+    if left and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nTests left files in the current folder, instead of tmp_path: {', '.join(left)}")
+        session.exitstatus = session.exitstatus or 1
     if session.config.getoption("--update-messages"):
         output = getattr(session.config, "workeroutput", None)
         if output is None:

@@ -28,24 +28,24 @@ def line_of(text):
 # --mode inference
 
 
-def begin_anew(args, model):
+def start_over(args, model):
     """An init_function as one makes a new head for finetuning: what it sets is what training begins with."""
     torch.nn.init.zeros_(model.head.weight)
 
 
 def test_inference_undoes_no_training_by_the_init_function():
     words = ("--train-iters", "2", "--lr", "0.1", "--valid-data", "9")
-    trained = weights(run(*words, init_function=begin_anew))
+    trained = weights(run(*words, init_function=start_over))
     assert trained["head.weight"].any()
     for load in (("--load", "runs/run", "--experiment-name", "other"), ()):
-        inferred = run("--mode", "inference", "--valid-data", "9", *load, init_function=begin_anew)
+        inferred = run("--mode", "inference", "--valid-data", "9", *load, init_function=start_over)
         assert same(weights(inferred), trained)
 
 
 def test_init_function_receives_the_loaded_weights_in_finetune():
     trained = weights(run("--train-iters", "2", "--experiment-name", "first"))
     words = ("--train-iters", "1", "--lr", "1e-9", "--mode", "finetune", "--load", "runs/first")
-    tuned = weights(run(*words, init_function=begin_anew))
+    tuned = weights(run(*words, init_function=start_over))
     assert torch.equal(tuned["layers.0.0.weight"].round(decimals=6), trained["layers.0.0.weight"].round(decimals=6))
     assert tuned["head.weight"].abs().max() < 1e-6
 

@@ -95,6 +95,24 @@ def test_training_and_evaluation_are_a_graph_each_with_the_bits_of_eager_mode(tm
     assert counts_of(compiled) == (2, 0, 0)
 
 
+class Weighted(Trainer):
+    """Reads settings in its forward: an option of its own, a list in one, and a setting."""
+
+    def forward(self, **batch):
+        section = self.config.trainer
+        scale = section.scale * section.table.factors[1] / section.global_batch_size
+        return {"loss": super().forward(**batch)["loss"] * scale}
+
+
+def test_settings_that_a_compiled_forward_reads_break_no_graph(tmp_path):
+    options = (f"trainer.type={__name__}:Weighted", "trainer.scale=0.5", "trainer.table={factors: [1, 3]}")
+    trainers = []
+    for name, more in (("eager", ()), ("compiled", (*COMPILED, "runtime.max_graph_breaks=0"))):
+        trainers.append(build_trainer(config_of(tmp_path / name, *PLAIN, *options, *more)))
+        trainers[-1].train()
+    assert same_bits(*trainers)
+
+
 class Growing(Trainer):
     """Sees rows of another number in every step."""
 

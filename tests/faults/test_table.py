@@ -1,6 +1,7 @@
 """The page tells of every fault that a test tries, and of no other; nothing was lost."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,9 @@ def test_a_table_that_was_written_reads_as_it_was():
     assert written.endswith(f"{END}\nrest\n")
     assert "old" not in written
     assert replace_table(written, rows) == written
+
+
+def test_every_test_file_on_the_page_exists():
+    files = re.findall(r"`(tests/[\w/]+\.py)`", PAGE.read_text("utf-8"))
+    assert len(set(files)) > 30
+    assert [file for file in files if not (PAGE.parents[1] / file).is_file()] == []

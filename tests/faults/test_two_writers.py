@@ -32,7 +32,7 @@ AT_A_TIME = 8
 PATIENCE_SECONDS = 60
 
 
-class Meeting:
+class Rendezvous:
     """The store by which ranks find each other, in a process of its own: it survives them all.
 
     Not in the test process: that forks, and a child of a process with threads may get a lock that nobody frees.
@@ -62,10 +62,10 @@ class Meeting:
 
 
 @pytest.fixture(scope="module")
-def meeting():
-    meeting = Meeting()
-    yield meeting
-    meeting.close()
+def rendezvous():
+    rendezvous = Rendezvous()
+    yield rendezvous
+    rendezvous.close()
 
 
 def share_of(rank, version):
@@ -90,14 +90,14 @@ def save(rank, store, together, version, *, waits):
     saver.close()
 
 
-def fork_rank(rank, folder, meeting, topic, version, *, dies_before=None, is_victim=False):
+def fork_rank(rank, folder, rendezvous, topic, version, *, dies_before=None, is_victim=False):
     """Saves in a child; the victim dies before its act of that number."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        notes = Notes(topic, store=meeting.join())
+        notes = Notes(topic, store=rendezvous.join())
         acts = Acts(dies_before, thread_name="save checkpoints")
         if is_victim:
             write = notes.write
@@ -135,9 +135,9 @@ def wait(children):
     return [codes[child] for child in children]
 
 
-def save_both(folder, meeting, version):
-    topic = meeting.next_topic()
-    assert wait([fork_rank(rank, folder, meeting, topic, version) for rank in (0, 1)]) == [0, 0]
+def save_both(folder, rendezvous, version):
+    topic = rendezvous.next_topic()
+    assert wait([fork_rank(rank, folder, rendezvous, topic, version) for rank in (0, 1)]) == [0, 0]
 
 
 def version_of(store, step):
@@ -163,11 +163,11 @@ def check(folder):
     return newest
 
 
-def kinds_of_acts(victim, template, folder, meeting):
+def kinds_of_acts(victim, template, folder, rendezvous):
     """The kinds of the acts of a rank that nobody kills."""
     shutil.copytree(template, folder, symlinks=True)
-    topic = meeting.next_topic()
-    children = [fork_rank(rank, folder, meeting, topic, 2, is_victim=rank == victim) for rank in (0, 1)]
+    topic = rendezvous.next_topic()
+    children = [fork_rank(rank, folder, rendezvous, topic, 2, is_victim=rank == victim) for rank in (0, 1)]
     assert wait(children) == [0, 0]
     assert check(folder) == 20
     return json.loads(folder.with_name("acts").read_text())
@@ -175,10 +175,10 @@ def kinds_of_acts(victim, template, folder, meeting):
 
 @pytest.mark.parametrize("acts", ["telling", pytest.param("other", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, acts, tmp_path, meeting):
+def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, acts, tmp_path, rendezvous):
     template = tmp_path / "template"
-    save_both(template, meeting, 1)
-    kinds = kinds_of_acts(victim, template, tmp_path / "counted", meeting)
+    save_both(template, rendezvous, 1)
+    kinds = kinds_of_acts(victim, template, tmp_path / "counted", rendezvous)
     numbers = telling(kinds) if acts == "telling" else sorted(set(range(len(kinds))) - set(telling(kinds)))
     newest, num_killed = [], 0
     for begin in range(0, len(numbers), AT_A_TIME):
@@ -186,9 +186,10 @@ def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, 
         for act in numbers[begin : begin + AT_A_TIME]:
             folder = tmp_path / str(act)
             shutil.copytree(template, folder, symlinks=True)
-            topic = meeting.next_topic()
+            topic = rendezvous.next_topic()
             children = [
-                fork_rank(rank, folder, meeting, topic, 2, dies_before=act, is_victim=rank == victim) for rank in (0, 1)
+                fork_rank(rank, folder, rendezvous, topic, 2, dies_before=act, is_victim=rank == victim)
+                for rank in (0, 1)
             ]
             running.append((folder, children))
         codes = wait([child for _, children in running for child in children])
@@ -201,31 +202,31 @@ def test_a_rank_that_is_killed_before_any_act_leaves_the_old_or_the_new(victim, 
     assert num_killed >= 0.7 * len(numbers)  # on a busy machine one may be given up before its act
     assert set(newest) == {10, 20} or acts == "other"
     assert newest == sorted(newest) or victim == 1  # what the first rank has committed stays so
-    save_both(tmp_path / str(numbers[0]), meeting, 3)
+    save_both(tmp_path / str(numbers[0]), rendezvous, 3)
     assert check(tmp_path / str(numbers[0])) == 30
 
 
-def test_ranks_that_are_both_killed_lose_nothing(tmp_path, meeting):
+def test_ranks_that_are_both_killed_lose_nothing(tmp_path, rendezvous):
     folder = tmp_path / "run"
-    save_both(folder, meeting, 1)
-    topic = meeting.next_topic()
+    save_both(folder, rendezvous, 1)
+    topic = rendezvous.next_topic()
     children = [
-        fork_rank(rank, folder, meeting, topic, 2, dies_before=acts, is_victim=True)
+        fork_rank(rank, folder, rendezvous, topic, 2, dies_before=acts, is_victim=True)
         for rank, acts in enumerate((20, 3))
     ]
     assert wait(children) == [-signal.SIGKILL] * 2
     assert check(folder) == 10
-    save_both(folder, meeting, 3)
+    save_both(folder, rendezvous, 3)
     assert check(folder) == 30
 
 
-def test_a_rank_that_is_stopped_is_given_up_and_may_come_back(tmp_path, meeting):
+def test_a_rank_that_is_stopped_is_given_up_and_may_come_back(tmp_path, rendezvous):
     """It wakes up after the save was given up: its file is nobody's, and the next save is whole."""
     folder = tmp_path / "run"
-    stopped, woken, topic = threading.Event(), threading.Event(), meeting.next_topic()
+    stopped, woken, topic = threading.Event(), threading.Event(), rendezvous.next_topic()
 
     def together_of(rank):
-        return Together(rank, 2, Notes(topic, store=meeting.join()), lost_seconds=0.5, beat_seconds=0.05)
+        return Together(rank, 2, Notes(topic, store=rendezvous.join()), lost_seconds=0.5, beat_seconds=0.05)
 
     class Stopped(CheckpointStore):
         def write_share(self, place, staged, *, rank):
@@ -251,5 +252,5 @@ def test_a_rank_that_is_stopped_is_given_up_and_may_come_back(tmp_path, meeting)
     first._notes.close()
     second._notes.close()
     assert CheckpointStore(folder).steps() == []
-    save_both(folder, meeting, 3)
+    save_both(folder, rendezvous, 3)
     assert check(folder) == 30

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 from tests.distributed.forked_launch import command, launch_well
 from tests.launch.forked_launcher import Launcher
-from tests.messages import mentions
+from tests.messages import mentions, raises
 
 from trainwright import cli
 from trainwright.checkpoint.store import CheckpointStore
+from trainwright.errors import TrainwrightError
 from trainwright.launch import local
 
 PROJECT = Path(__file__).parents[1] / "project"
@@ -120,7 +122,7 @@ def test_a_launcher_that_is_killed_at_start_up_leaves_no_orphans(moment, tmp_pat
     ranks = ranks_of(process.process)
     process.send(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=8)
+    wait_until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), seconds=30)
 
 
 def test_a_worker_without_prctl_notices_that_its_launcher_died(monkeypatch):
@@ -225,3 +227,30 @@ def test_a_launcher_inside_a_launcher_is_rejected(in_tmp, monkeypatch, capsys):
         cli.main()
     assert left.value.code == 2
     assert mentions(capsys.readouterr().err, "WORLD_SIZE")
+
+
+@pytest.fixture
+def other_launcher(tmp_path, monkeypatch):
+    """The folder that the processes of another launcher, such as torchrun, share."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / f"trainwright-{os.getuid()}-{os.getppid()}"
+
+
+def test_the_ranks_of_another_launcher_share_a_folder_of_their_user(other_launcher):
+    assert [local.shared_folder() for _ in range(2)] == [other_launcher] * 2
+    assert stat.S_IMODE(other_launcher.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("found", ["a link", "a broken link", "a file", "open to others"])
+def test_a_shared_folder_that_may_belong_to_someone_else_is_rejected(found, other_launcher, tmp_path):
+    if found == "a file":
+        other_launcher.touch()
+    elif found == "open to others":
+        other_launcher.mkdir()
+        other_launcher.chmod(0o770)
+    else:
+        other_launcher.symlink_to(tmp_path if found == "a link" else tmp_path / "nowhere")
+    with raises(TrainwrightError, str(other_launcher), golden=False):
+        local.shared_folder()
+    assert not (tmp_path / "nowhere").exists()

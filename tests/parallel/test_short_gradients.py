@@ -17,7 +17,7 @@ from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
 from trainwright.parallel.mesh import is_split, local
 from trainwright.parallel.replicate import GradientNorm, GradientSum
 
-NUM_MICRO_BATCHES = 64  # a power of two: the share of a micro-batch is a number of bf16
+NUM_MICRO_BATCHES = 48  # its reciprocal is not a number of bf16
 
 
 class Weights(nn.Module):

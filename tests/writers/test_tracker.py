@@ -3,6 +3,7 @@
 import logging
 import math
 import threading
+import time
 
 import pytest
 import torch
@@ -152,6 +153,47 @@ def test_a_slow_service_neither_delays_steps_nor_keeps_the_process(tmp_path, cap
     never.set()
     thread.join(20)
     check_message(log_of(caplog)[-1], "relay", "0.05")
+
+
+def info(folder):
+    return RunInfo(RunConfig(), "run", "id", folder, 0, is_resumed=False)
+
+
+def write_steps(writer, *steps):
+    storage = EventStorage()
+    for step in steps:
+        storage.step = step
+        storage.publish({"loss": 1.0})
+        writer.write(storage)
+
+
+def test_the_end_does_not_wait_for_lines_to_a_service_that_never_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "MAX_WAITING", 2)
+    writer = Sending(Service(), fails=("start",))
+    writer.begin(info(tmp_path))
+    write_steps(writer, 1, 2, 3)  # the queue is full
+    began = time.monotonic()
+    writer.close()
+    assert time.monotonic() - began < 10  # instead of 20
+
+
+def test_a_thread_of_an_earlier_run_takes_no_lines_of_the_next(tmp_path):
+    may_go, service = threading.Event(), Service()
+    writer = Sending(service, wait=may_go, timeout_seconds=0.01)
+    writer.begin(info(tmp_path))
+    write_steps(writer, 1, 2)
+    writer.close()  # gives up: its thread still waits in `send`
+    earlier = next(each for each in threading.enumerate() if each.name == "writer-relay")
+    writer.timeout_seconds = 20.0
+    writer.begin(info(tmp_path))
+    may_go.set()
+    earlier.join(20)
+    assert service.steps() == [1, 2]
+    service.last_step = 0
+    write_steps(writer, 3, 4)
+    writer.close()
+    assert service.steps() == [1, 2, 3, 4]
+    assert service.ends == [False, False]
 
 
 def test_lines_that_a_slow_service_cannot_take_are_dropped_with_a_warning(tmp_path, caplog, monkeypatch):

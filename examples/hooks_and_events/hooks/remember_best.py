@@ -14,7 +14,7 @@ class RememberBest(Hook):
             self.best, self.at_step = logs[self.metric], self.trainer.step
 
     def after_train(self):
-        if self.trainer.ranks.is_first:  # with several processes, one speaks
+        if self.trainer.is_main_process:  # with several processes, only the first one prints
             print(f"the best {self.metric} was {self.best:.4f}, at step {self.at_step}")
 
     def state_dict(self):

@@ -1,9 +1,9 @@
 """What a checkpoint contains and how it is restored: the only list of a run's state.
 
 Parts: `model` (its state dict), `base` (references to frozen pretrained weights, which `model` lacks), `optimizers`
-(state by parameter name), `training` (step, data position, hooks, trainer, task, events, loss scale, schedules, generators).
-store.py has files and commits. A sharded tensor is a DTensor in both directions: saved in shards, and loaded as the
-region of this rank's shard.
+(state by parameter name), `training` (step, data position, hooks, trainer, task, events, loss scale, schedules,
+generators). store.py has files and commits. A sharded tensor is a DTensor in both directions: saved in shards, and
+loaded as the region of this rank's shard.
 """
 
 from __future__ import annotations

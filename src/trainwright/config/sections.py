@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -285,6 +285,16 @@ class TrainerSection(Section):
     """The learning-rate schedule; None: the optimizer's constant rate."""
     optimizers: Frozen[OptimizerSection] = Field(default_factory=Frozen)
     """Several optimizers by name, instead of `optimizer`."""
+
+    if not TYPE_CHECKING:  # otherwise mypy would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            # An option that a compiled forward reads: pydantic's own method would break the graph.
+            if not name.startswith("_"):
+                options = self.__pydantic_extra__
+                if options and name in options:
+                    return options[name]
+            return super().__getattr__(name)
 
     @property
     def options(self) -> Frozen[Any]:

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -164,7 +164,8 @@ def shared_folder() -> Path | None:
     if "WORLD_SIZE" not in os.environ:
         return None
     folder = Path(tempfile.gettempdir()) / f"trainwright-{os.getuid()}-{os.getppid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise TrainwrightError(f"{folder} belongs to another user, or others can write it. Delete it, or set TMPDIR.")

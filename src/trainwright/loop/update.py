@@ -18,6 +18,7 @@ import torch
 
 from trainwright.anomaly.detection import AnomalyDetector
 from trainwright.backends import Capture, reads_at_once, waits_for_memory
+from trainwright.backends.private_torch import version_of
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.mean import detached_copy, is_sharded
@@ -140,7 +141,7 @@ class StepResult(NamedTuple):
 
 
 class ScheduledOptimizer:
-    """An optimizer with the schedule of its learning rate: a pure function of the step, a scheduler with state, or None.
+    """An optimizer and the schedule of its learning rate: a pure function of the step, a scheduler with state or None.
 
     Without a schedule the rates of the groups are not written: one that a hook writes stays, and is saved.
     """
@@ -197,8 +198,8 @@ class ScheduledOptimizer:
         rate = self.optimizer.param_groups[0]["lr"]
         if not isinstance(rate, torch.Tensor):
             return float(rate)
-        if self._read is None or self._read[0] is not rate or self._read[1] != rate._version:
-            self._read = (rate, rate._version, float(rate))
+        if self._read is None or self._read[0] is not rate or self._read[1] != version_of(rate):
+            self._read = (rate, version_of(rate), float(rate))
         return self._read[2]
 
     def _warn_of_writer(self) -> None:
@@ -244,6 +245,11 @@ class Updater:
         """How FSDP sums the gradients during backward; None if every rank has the full model."""
         self.pipeline = pipeline
         """Runs the micro-batches over the pipeline stages; None if every rank has all layers."""
+        groups = [group for entry in self.optimizers.values() for group in entry.optimizer.param_groups]
+        # The stages of a pipeline have parameters of their own, and all ranks must divide by the same number.
+        has_short = any(each.dtype in SHORT_DTYPES for group in groups for each in group["params"])
+        self.has_short = has_short and pipeline is None
+        """True if some parameters have 16 bits, on every rank."""
         self.has_shards = ranks.mesh.is_split
         """True if parameters may be DTensors."""
         self.suspend: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -345,9 +351,10 @@ class Updater:
     ) -> Update:
         """Begins an update with cleared gradients; `num_samples` is the weight of a plain loss.
 
-        `micro_batch` is the key of the current micro-batch (see `Update`). `num_backwards` is how often `backward` will be called, if that is known: the sum over ranks can then overlap
-        with the last one. If it `accumulates` several gradients, or sums them over ranks, those of 16-bit parameters
-        are fp32 until the optimizers read them: in bf16 a sum of hundreds loses several percent.
+        `micro_batch` is the key of the current micro-batch (see `Update`). `num_backwards` is how often `backward` will
+        be called, if that is known: the sum over ranks can then overlap with the last one. If it `accumulates` several
+        gradients, or sums them over ranks, those of 16-bit parameters are fp32 until the optimizers read them: in bf16
+        a sum of hundreds loses several percent.
         """
         if self._postponed:
             raise ConfigError(
@@ -471,6 +478,7 @@ class Update:
         """True if one micro-batch of one rank is the whole batch: its mean needs no weight."""
         self._losses: dict[object, tuple[Loss, torch.Tensor | float]] = {}
         """The sum of the terms of each micro-batch, with its weight."""
+        self._unit: int | None = None
         self.has_plain_loss = False
         """True if a loss was neither a Mean nor a mean over a known number of labels."""
         self._metrics: dict[str, list[tuple[Any, int]]] = {}
@@ -538,7 +546,8 @@ class Update:
             value = loss.total if isinstance(loss, Mean) else loss
             return value * 0.0 if isinstance(value, torch.Tensor) else None
         # Ranks along context all propagate this loss, and their gradients are summed.
-        batch_size = updater.global_batch_size * updater._gradient_copies
+        unit = self._short_unit(num_samples) if updater.has_short else updater.global_batch_size
+        batch_size = unit * updater._gradient_copies
         weight: torch.Tensor | float = num_samples
         scaled: torch.Tensor | float
         if self._losses and (earlier := self._earlier_terms(key)) is not None:
@@ -608,6 +617,18 @@ class Update:
             "0.1 * penalty * count, count), give both the same count, or call backward with the counted term first: a "
             "plain loss that follows gets its count."
         )
+
+    def _short_unit(self, num_samples: int) -> int:
+        """Returns what losses are divided by instead of the batch size if parameters have 16 bits.
+
+        It is the next power of two, so that the division rounds no gradient; `_reduce` corrects it in fp32. A loss of
+        the whole batch is not divided.
+        """
+        if self._unit is None:
+            size = self._updater.global_batch_size
+            is_whole = self._updater.ranks.size == 1 and num_samples == size
+            self._unit = size if is_whole else 1 << (size - 1).bit_length()
+        return self._unit
 
     def _begin_backward(self) -> None:
         """Prepares the sum over ranks, which starts during the last backward of the update if that is known."""
@@ -682,7 +703,7 @@ class Update:
     def _reduce(self, owned: _OwnedParameters) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Sums over micro-batches and ranks; returns the loss and the factor that makes the gradients exactly its."""
         updater = self._updater
-        batch_size = updater.global_batch_size
+        batch_size = self._short_unit(0) if updater.has_short else updater.global_batch_size
         first, weight = next(iter(self._losses.values()))
         if updater.ranks.size == 1 and len(self._losses) == 1 and isinstance(first, torch.Tensor):
             # The common case needs no arithmetic on the device at all.

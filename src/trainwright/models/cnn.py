@@ -77,7 +77,7 @@ class CNN(Model):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew, for a model that was made on the meta device."""
+        """Initializes all weights; also called for a model created on the meta device."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -109,7 +109,7 @@ class T5(Model):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew and ties the head again, for a model that was made on the meta device."""
+        """Initializes all weights and ties the head; also called for a model created on the meta device."""
         factor = self.settings["initializer_factor"]
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):

@@ -93,7 +93,7 @@ class ViT(Model):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew, for a model that was made on the meta device."""
+        """Initializes all weights; also called for a model created on the meta device."""
         spread = self.settings["initializer_range"]
         nn.init.trunc_normal_(self.vit.cls_token, std=spread)
         nn.init.trunc_normal_(self.vit.position_embeddings, std=spread)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import optimizer as _torch_optimizer
 
 from trainwright.backends import has_capturable_optimizers, reads_at_once
+from trainwright.backends.private_torch import version_of
 from trainwright.errors import ConfigError
 from trainwright.optim.sharded import has_shards, local_gradients, local_shards, shard_like, sum_over_ranks
 from trainwright.parallel.mesh import is_split, local
@@ -338,7 +339,7 @@ def set_learning_rate(group: MutableMapping[str, Any], value: float) -> None:
 
 def rate_stamp(rate: Any) -> Any:
     """Returns a value that differs once a rate was written: of a tensor its version, which is known on the host."""
-    return (id(rate), rate._version) if isinstance(rate, Tensor) else rate
+    return (id(rate), version_of(rate)) if isinstance(rate, Tensor) else rate
 
 
 def sync_captured_rates(optimizer: torch.optim.Optimizer) -> None:

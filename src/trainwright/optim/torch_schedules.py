@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trainwright.backends.private_torch import version_of
 from trainwright.errors import ConfigError
 
 LENGTHS = ("total_steps", "T_max", "num_training_steps")
@@ -164,19 +165,19 @@ class TorchSchedule:
 
     @contextmanager
     def _plain_rates(self) -> Iterator[None]:
-        """Lets the scheduler compute with plain numbers where rates are tensors on a device, which it would wait for."""
+        """Lets the scheduler compute with plain numbers instead of rates on a device, for which it would wait."""
         groups = self.scheduler.optimizer.param_groups
         tensors = {number: group["lr"] for number, group in enumerate(groups) if isinstance(group["lr"], torch.Tensor)}
         for number, tensor in tensors.items():
             version, value = self._known.get(number, (None, 0.0))
-            groups[number]["lr"] = value if version == tensor._version else float(tensor)
+            groups[number]["lr"] = value if version == version_of(tensor) else float(tensor)
         try:
             yield
         finally:
             for number, tensor in tensors.items():
                 value, groups[number]["lr"] = float(groups[number]["lr"]), tensor
                 tensor.fill_(value)
-                self._known[number] = (tensor._version, value)
+                self._known[number] = (version_of(tensor), value)
 
     def _reject(self, key: str, problem: str) -> None:
         raise ConfigError(f"{self._label}.{key}: {problem}", where=self._where)

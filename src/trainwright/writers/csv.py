@@ -43,7 +43,7 @@ class CsvWriter(Writer):
         added = [name for name in line if name not in self._names]
         try:
             if added:
-                rows = list(csv.reader(self.path.open(encoding="utf-8", newline="")))[1:] if self._names else []
+                rows = self._read_rows() if self._names else []
                 self._names += added
                 self._rewrite([row + [""] * len(added) for row in rows])
             with self.path.open("a", encoding="utf-8", newline="") as file:
@@ -53,6 +53,10 @@ class CsvWriter(Writer):
                 f"{self.path} cannot be written ({error.strerror}). Free some space and run the same command again: "
                 "it resumes from the last checkpoint."
             ) from error
+
+    def _read_rows(self) -> list[list[str]]:
+        with self.path.open(encoding="utf-8", newline="") as file:
+            return list(csv.reader(file))[1:]
 
     def _rewrite(self, rows: list[list[str]]) -> None:
         """Replaces the file, at once: a kill leaves the old one or the new one."""

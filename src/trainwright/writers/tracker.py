@@ -51,6 +51,14 @@ class LogLine:
         return sum(image.nbytes for image in self.media.images.values())
 
 
+@dataclass(slots=True)
+class _Bytes:
+    """The size of images that were queued and sent; each is changed by one thread only."""
+
+    put: int = 0
+    sent: int = 0
+
+
 class Tracker(Writer):
     """Sends each log line to a service, in a thread. Override `start`, `send` and `finish`, which the thread calls.
 
@@ -70,7 +78,7 @@ class Tracker(Writer):
         self._outer_error: BaseException | None = None
         self._has_failed = False
         self._num_dropped = self._num_errors = 0
-        self._num_bytes_put = self._num_bytes_sent = 0  # each is changed by one thread only
+        self._num_bytes = _Bytes()
 
     # For subclasses. Called in the thread; what they raise is logged.
 
@@ -92,10 +100,13 @@ class Tracker(Writer):
 
     def begin(self, run: RunInfo) -> None:
         """Starts the thread."""
+        # Arguments of the thread: that of an earlier run may still wait for its service, and must not take these lines.
         self._waiting, self._is_closing = queue.Queue(MAX_WAITING), threading.Event()
+        self._num_bytes = _Bytes()
+        arguments = (run, self._waiting, self._is_closing, self._num_bytes)
         self._outer_error = sys.exc_info()[1]  # a program may train again after an error
         # A daemon: a service that hangs must not keep the process alive.
-        self._thread = threading.Thread(target=self._work, args=(run,), name=f"writer-{self.service}", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=arguments, name=f"writer-{self.service}", daemon=True)
         self._thread.start()
 
     def write(self, storage: EventStorage) -> None:
@@ -125,13 +136,13 @@ class Tracker(Writer):
         self._thread = None
 
     def _put(self, line: LogLine) -> None:
-        num_bytes = self._num_bytes_put - self._num_bytes_sent + line.num_bytes
+        num_bytes = self._num_bytes.put - self._num_bytes.sent + line.num_bytes
         if num_bytes > MAX_BYTES:
             self._report_dropped(f"images of {num_bytes // 2**20} MiB wait for it, and those of step {line.step}")
             line = replace(line, media=replace(line.media, images={}))
         try:
             self._waiting.put_nowait(line)
-            self._num_bytes_put += line.num_bytes
+            self._num_bytes.put += line.num_bytes
         except queue.Full:
             self._report_dropped(f"{MAX_WAITING} lines wait for it, and that of step {line.step}")
 
@@ -142,17 +153,22 @@ class Tracker(Writer):
 
     # The thread.
 
-    def _work(self, run: RunInfo) -> None:
+    def _work(
+        self, run: RunInfo, waiting: queue.Queue[LogLine | None], is_closing: threading.Event, num_bytes: _Bytes
+    ) -> None:
         """Starts the run at the service and sends lines until `close`."""
-        last_step = self._start(run)
+        last_step = self._start(run, is_closing)
         if last_step is None:
+            while waiting.get() is not None:  # `close` may wait for room in the queue
+                pass
             return
-        for line in self._lines(run, last_step):
-            try:
-                self.send(line)
-            except Exception as error:
-                self._report(f"could not send step {line.step}", error)
-            self._num_bytes_sent += line.num_bytes
+        for line in _unsent_lines(run, last_step, waiting):
+            if line.step > last_step:
+                try:
+                    self.send(line)
+                except Exception as error:
+                    self._report(f"could not send step {line.step}", error)
+            num_bytes.sent += line.num_bytes
         try:
             for path in self._artifacts(run.folder):
                 self.upload(path, path.relative_to(run.folder).as_posix())
@@ -163,26 +179,15 @@ class Tracker(Writer):
         except Exception as error:
             self._report("could not end the run", error)
 
-    def _start(self, run: RunInfo) -> int | None:
+    def _start(self, run: RunInfo, is_closing: threading.Event) -> int | None:
         """Calls `start` until it succeeds; returns None if the run ends before."""
         while True:
             try:
                 return self.start(run)
             except Exception as error:
                 self._report("could not start a run; training continues without it", error)
-            if self._is_closing.wait(RETRY_SECONDS):
+            if is_closing.wait(RETRY_SECONDS):
                 return None
-
-    def _lines(self, run: RunInfo, last_step: int) -> Iterator[LogLine]:
-        """Yields the lines that the service does not have: those of metrics.json, then those that are written."""
-        for line in _written_lines(run.folder / FILE_NAME):
-            if last_step < line.step <= run.step:
-                yield line
-        while (waiting := self._waiting.get()) is not None:
-            if waiting.step > last_step:
-                yield waiting
-            else:
-                self._num_bytes_sent += waiting.num_bytes
 
     def _artifacts(self, folder: Path) -> list[Path]:
         found = {path for pattern in self._patterns for path in folder.glob(pattern)}
@@ -211,6 +216,15 @@ def _numbers_of(values: dict[str, Any]) -> dict[str, float]:
 
 def _texts_of(values: dict[str, Any]) -> dict[str, str]:
     return {name: value for name, value in values.items() if isinstance(value, str)}
+
+
+def _unsent_lines(run: RunInfo, last_step: int, waiting: queue.Queue[LogLine | None]) -> Iterator[LogLine]:
+    """Yields the lines of metrics.json that the service does not have, then those that are written."""
+    for line in _written_lines(run.folder / FILE_NAME):
+        if last_step < line.step <= run.step:
+            yield line
+    while (written := waiting.get()) is not None:
+        yield written
 
 
 def _written_lines(path: Path) -> Iterator[LogLine]:

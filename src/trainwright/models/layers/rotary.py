@@ -49,8 +49,8 @@ def _rotations(positions: Tensor, periods: Tensor) -> Rotations:
 
 @torch.library.custom_op("trainwright::rotations", mutates_args=())
 def _opaque_rotations(positions: Tensor, periods: Tensor) -> tuple[Tensor, Tensor]:
-    # An operation of its own, which the compiler cannot look into: it would otherwise work out the cosines and sines
-    # anew for every element of every head in every layer, which made up an eighth of a training step.
+    # An operation of its own, which the compiler cannot look into: it would otherwise compute the cosines and sines
+    # again for every element of every head in every layer, which took an eighth of a training step.
     return _rotations(positions, periods)
 
 

@@ -16,7 +16,7 @@ class RememberBest(Hook):
             # self.trainer.stop("good enough") would end the run here; self.trainer.save() would save it.
 
     def after_train(self):
-        if self.trainer.ranks.is_first:  # with several processes, one speaks
+        if self.trainer.is_main_process:  # with several processes, only the first one prints
             print(f"the best {self.metric} was {self.best:.4f}, at step {self.at_step}")
 
     def state_dict(self):
