@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +19,8 @@ class LanguageModelTrainer(Trainer):
 
     Expects `labels` as transformers does: the same tokens as `input_ids`, shifted by the model.
     """
+
+    known_eval_names: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
 
     def count_targets(self, labels: torch.Tensor) -> torch.Tensor:
         """Returns the number of predicted tokens of a batch; the model does not predict the first one of a row."""
