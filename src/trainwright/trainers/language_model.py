@@ -37,10 +37,15 @@ class LanguageModelTrainer(Trainer):
             )
         loss = outputs["loss"]
         if isinstance(loss, torch.Tensor):
-            count = self.count_targets(batch["labels"])
+            count = self._count_of_model(batch["labels"])
             # A batch without a predicted token has a NaN mean; as a total of 0 it adds nothing.
             loss = Mean(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
         return {**outputs, "loss": loss}
+
+    def _count_of_model(self, labels: torch.Tensor) -> torch.Tensor:
+        # The virtual tokens of peft's prompt learning predict the first label too.
+        own = getattr(self.model, "count_targets", None) if hasattr(self.model, "peft_config") else None
+        return self.count_targets(labels) if own is None else own(labels)
 
     def eval_end(self, aggregated: Any) -> dict[str, Any]:
         """Adds the perplexity, exp(loss)."""
