@@ -2,12 +2,13 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
 from tests.messages import mentions, raises
 
-from trainwright import RunConfig, build_trainer, load_checkpoint
+from trainwright import RunConfig, build_trainer, cli, load_checkpoint
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.export.huggingface import export_run
@@ -289,3 +290,33 @@ def test_an_adapter_is_not_exported_as_a_whole_model(tmp_path, llama):
     build_trainer(load(tmp_path, llama, LORA, steps=2)).train()
     with raises(CheckpointError, "--format", "merge_and_unload"):
         export_run(tmp_path / "run", tmp_path / "out", file_format="safetensors")
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt_tuning"])
+@pytest.mark.parametrize("command", ["check", "explain", "estimate"])
+def test_commands_that_do_not_train_accept_an_adapter(tmp_path, llama, capfd, monkeypatch, kind, command):
+    load(tmp_path, llama, KINDS[kind])
+    monkeypatch.setattr("sys.argv", ["trainwright", command, str(tmp_path / "run.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    said = capfd.readouterr().out
+    if command == "explain":
+        assert mentions(said, "peft", "LoraConfig" if kind == "lora" else "PromptTuningConfig")
+    elif command == "check":
+        assert mentions(said, "bit-equal")
+    else:
+        model = build_trainer(load(tmp_path, llama, KINDS[kind])).model
+        trained = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+        [[number, unit]] = re.findall(r"A checkpoint takes ([\d.]+) (kB|bytes) on disk", said)
+        size = float(number) * (1000 if unit == "kB" else 1)
+        assert size == pytest.approx(3 * trained, rel=0.05)  # the weights and two moments, without the frozen base
+
+
+def test_a_model_without_pretrained_weights_is_adapted(tmp_path, llama):
+    sizes = ", ".join(f"{name}: {value}" for name, value in SIZES.items())
+    settings = f"model={{type: 'transformers:LlamaForCausalLM', {sizes}, peft: {LORA}}}"
+    trainer = build_trainer(load(tmp_path, llama, LORA, settings))
+    trainer.train()
+    found = load_checkpoint(tmp_path / "run")(**batch()).logits
+    assert torch.equal(found, trainer.model.eval()(**batch()).logits)

@@ -1,26 +1,24 @@
 """Adapters of peft on two ranks, replicated and sharded: the losses of one process, and exactly resumed."""
 
-import functools
-
 import pytest
 import torch
 from tests.build.test_peft_runs import KINDS, LORA, base, lines, load, trained_names
 from tests.distributed.forked_launch import forget_groups, launch_well
 
-from trainwright import build_trainer, load_checkpoint
+from trainwright import RunConfig, build_trainer, load_checkpoint
 from trainwright.checkpoint.store import CheckpointStore
 
 LAYOUTS = {"replicate": "runtime.mesh={}", "fsdp": "runtime.mesh={fsdp: 2}"}
 ADAPTERS = {"lora": LORA, **{name: KINDS[name] for name in ("dora", "prompt_tuning", "modules_to_save")}}
+AVERAGES = "hooks=[{type: ema}]"
 CASES = [(layout, adapter) for layout in LAYOUTS for adapter in ADAPTERS]
 
 
-def train(folder, pretrained):
+def train(folder):
     for layout, adapter in CASES:
         for steps in (2, 4):
-            place = folder / f"{layout}-{adapter}"
-            config = load(place, pretrained, ADAPTERS[adapter], LAYOUTS[layout], "hooks=[{type: ema}]", steps=steps)
-            build_trainer(config).train()
+            file = folder / f"{layout}-{adapter}" / "run.yaml"
+            build_trainer(RunConfig.load(file, [LAYOUTS[layout], AVERAGES, f"trainer.max_steps={steps}"])).train()
             forget_groups()
 
 
@@ -29,8 +27,10 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("peft")
     pretrained = base(folder / "base", num_key_value_heads=2)
     for adapter, settings in ADAPTERS.items():
-        build_trainer(load(folder / f"one-{adapter}", pretrained, settings, "hooks=[{type: ema}]")).train()
-    launch_well(folder, 2, functools.partial(train, pretrained=pretrained))
+        build_trainer(load(folder / f"one-{adapter}", pretrained, settings, AVERAGES)).train()
+        for layout in LAYOUTS:
+            load(folder / f"{layout}-{adapter}", pretrained, settings)  # writes run.yaml
+    launch_well(folder, 2, train)
     return folder
 
 

@@ -226,7 +226,7 @@ class MetricNames:
                 f"{label}: {metric!r} must be a set and its metric, such as {example}. {advice}".rstrip(), where=where
             )
         if name not in self.sets:
-            problem = f"there is no evaluation set {name!r}. {suggest(name, self.sets)}"
+            problem = f"there is no evaluation set {name!r}, as in {example}. {suggest(name, self.sets)}"
             raise ConfigError(f"{label}: {problem}", where=where)
         if any(value == known or value.startswith(f"{known}/") for known in self.metrics):
             return
