@@ -159,7 +159,7 @@ SHIPPED = (
 def test_a_misspelled_metric_is_rejected_before_the_first_step_where_the_names_are_known(tmp_path, setting, label):
     trainer = build_trainer(load(tmp_path, *SHIPPED, setting))
     assert trainer.metric_names.are_all
-    with raises(ConfigError, label, "valid/acuracy", 'Did you mean "accuracy"?', at=setting):
+    with raises(ConfigError, label, "valid/acuracy", 'Did you mean "valid/accuracy"?', at=setting):
         trainer.train()
     assert trainer.step == 0
 

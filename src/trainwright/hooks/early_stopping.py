@@ -42,7 +42,7 @@ class EarlyStopping(Hook):
         if self.metric not in logs:
             if any(key.partition("/")[0] == self.metric.partition("/")[0] for key in logs):
                 raise ConfigError(
-                    f"early_stopping.metric: no evaluation gives {self.metric!r}. {suggest(self.metric, logs)}",
+                    f"early_stopping.metric: no evaluation gives {self.metric!r}. {suggest(self.metric, logs, cutoff=0.8)}",
                     where=self._where,
                 )
             return  # an evaluation of the test set, or a failed one

@@ -226,12 +226,13 @@ class MetricNames:
                 f"{label}: {metric!r} must be a set and its metric, such as {example}. {advice}".rstrip(), where=where
             )
         if name not in self.sets:
-            problem = f"there is no evaluation set {name!r}, as in {example}. {suggest(name, self.sets)}"
-            raise ConfigError(f"{label}: {problem}", where=where)
-        if any(value == known or value.startswith(f"{known}/") for known in self.metrics):
+            problem = f"there is no evaluation set {name!r}. {suggest(name, self.sets)}"
+            raise ConfigError(f"{label}: {problem} Use a set and its metric, such as {example}.", where=where)
+        if any(value == each or value.startswith(f"{each}/") for each in self.metrics):
             return
         if self.are_all:
-            problem = f"no evaluation gives {metric!r}. {suggest(value, self.metrics)}"
+            known = [f"{name}/{each}" for each in self.metrics]
+            problem = f"no evaluation gives {metric!r}. {suggest(metric, known, cutoff=_MISSPELLING)}"
             raise ConfigError(f"{label}: {problem}", where=where)
         near = nearest(value, self.metrics, cutoff=_MISSPELLING)
         if near is not None:
