@@ -154,6 +154,7 @@ SHIPPED = (
     [
         ("checkpoint.keep_best={metric: valid/acuracy, mode: max}", "checkpoint.keep_best.metric"),
         ("hooks=[{type: early_stopping, metric: valid/acuracy}]", "early_stopping.metric"),
+        ("trainer.schedule={type: reduce_on_plateau, metric: valid/acuracy}", "trainer.schedule.metric"),
     ],
 )
 def test_a_misspelled_metric_is_rejected_before_the_first_step_where_the_names_are_known(tmp_path, setting, label):
@@ -169,6 +170,7 @@ def test_a_misspelled_metric_is_rejected_before_the_first_step_where_the_names_a
     [
         "checkpoint.keep_best={metric: valid/quality, mode: max}",
         "hooks=[{type: early_stopping, metric: valid/quality}]",
+        "trainer.schedule={type: reduce_on_plateau, metric: valid/quality}",
     ],
 )
 def test_the_lines_of_completed_steps_are_written_before_an_unknown_metric_ends_the_run(tmp_path, setting):
@@ -180,6 +182,8 @@ def test_the_lines_of_completed_steps_are_written_before_an_unknown_metric_ends_
     assert line["loss"] > 0
     assert (tmp_path / "small" / "checkpoints" / "step-00000005" / "MANIFEST.json").exists()
     fixed = settings[:-1]
+    if "schedule" in setting:  # another schedule is another run
+        return
     build_trainer(load(tmp_path, *fixed)).train()
     build_trainer(load(tmp_path, *fixed, "name=undisturbed")).train()
     assert lines_of(tmp_path) == lines_of(tmp_path, "undisturbed")

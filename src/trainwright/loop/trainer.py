@@ -925,6 +925,8 @@ class Trainer:
             try:
                 if self.eval_data:
                     self._best.check(self.metric_names)
+                    for schedule in self._updater.torch_schedules.values():
+                        schedule.check_metric(self.metric_names.check)
                 self._begin_writing()
                 hooks.call("before_train")
                 contents.reject_unsavable(hooks.keyed(), self._stateful.values())

@@ -45,7 +45,8 @@ def _import_peft() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "peft":
             raise
-        problem = "peft: needs the package peft. Install it: pip install peft. Without it, use model.lora."
+        advice = 'Install it: pip install "trainwright[peft]". Without it, use model.lora.'
+        problem = f"peft: needs the package peft. {advice}"
         raise ConfigError(problem) from error
     return peft
 
@@ -153,11 +154,8 @@ def _warn_of_fused_experts(model: nn.Module, config: Any, targets: Any) -> None:
     named = [targets] if isinstance(targets, str) else list(targets or ())
     if not any(each == "all-linear" or each.rpartition(".")[2] in _EXPERT_NAMES for each in named):
         return
-    adapted = {
-        id(getattr(each.get_base_layer(), each.parameter_name))
-        for each in model.modules()
-        if hasattr(each, "parameter_name") and hasattr(each, "get_base_layer")
-    }
+    wrappers: list[Any] = [each for each in model.modules() if hasattr(each, "parameter_name")]
+    adapted = {id(getattr(each.get_base_layer(), each.parameter_name)) for each in wrappers}
     skipped = [
         (module_name, name)
         for module_name, module in model.named_modules()
