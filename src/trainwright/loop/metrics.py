@@ -168,7 +168,7 @@ def _is_not_distributed() -> bool:
 def states_of(metric: Any) -> dict[str, dict[str, Any]]:
     """Returns the state of a metric that has seen a batch, in host memory."""
     return {
-        name: {attribute: _moved(getattr(each, attribute), torch.device("cpu")) for attribute in each._defaults}
+        name: {attribute: _moved(value, torch.device("cpu")) for attribute, value in each.metric_state.items()}
         for name, each in _objects_of(metric)
     }
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 
 from trainwright.errors import ConfigError
-from trainwright.events.mean import IGNORED_LABEL
 from trainwright.loop.metrics import align_classes, never_distributed, shift_labels
 
 logger = logging.getLogger(__name__)
@@ -223,7 +222,7 @@ class F1(_Classification):
         average: Average | None = None,
         threshold: float | None = None,
         top_k: int | None = None,
-        ignore_index: int = IGNORED_LABEL,
+        ignore_index: int = -100,
         from_logits: bool = True,
     ) -> None:
         super().__init__(
@@ -258,7 +257,7 @@ class AUROC(_Classification):
         average: Average | None = None,
         max_fpr: float | None = None,
         thresholds: int | list[float] | None = None,
-        ignore_index: int = IGNORED_LABEL,
+        ignore_index: int = -100,
         from_logits: bool = True,
     ) -> None:
         super().__init__(
@@ -287,7 +286,7 @@ class Perplexity(TorchMetric):
     the positions that predict them (masked language models, encoder-decoder models).
     """
 
-    def __init__(self, shift: bool, ignore_index: int = IGNORED_LABEL) -> None:
+    def __init__(self, shift: bool, ignore_index: int = -100) -> None:
         super().__init__()
         self._module = _import("text")
         self._shift, self._ignore_index = shift, ignore_index
