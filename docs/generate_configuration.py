@@ -42,6 +42,7 @@ model takes them, but for `preset`. All about them, with examples: [pretrained w
 | `preset` | text | A size of a shipped model by its name; settings beside it change it. |
 | `pretrained` | text or a section | A folder or name, or `folder`, `strict`, `home_path`, `dtype`, `allow_pickle`. |
 | `replace` | a section | Components by glob, each in the place of the sub-modules that it matches. |
+| `peft` | text or a section | Adapters of the PEFT library: `type` (`lora`, `ia3`, …) and the fields of its config. |
 | `lora` | a section | Adapters on linear layers: `match`, `rank`, `alpha`, `dropout`, `train`. |
 | `freeze` | text or list of text | Globs of parameters that are not trained. |
 | `dtype` | `fp32`, `bf16`, `fp16` | What the weights are kept in; left out, as the model makes them: fp32. |

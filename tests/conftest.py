@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -30,6 +31,28 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 PROJECT = Path(__file__).parent / "project"
+
+
+def _declare_torchvision_operators():
+    """Lets torchvision be imported next to a torch for which it was not built; its operators cannot be called then.
+
+    transformers, torchmetrics and timm import torchvision wherever it is installed.
+    """
+    found = importlib.util.find_spec("torchvision")
+    library = None if found is None else next(Path(found.origin).parent.glob("_C*.so"), None)
+    if library is None:
+        return None
+    try:
+        torch.ops.load_library(library)
+        return None
+    except OSError:
+        operators = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        return operators
+
+
+_torchvision_operators = _declare_torchvision_operators()
 
 
 def pytest_addoption(parser):

@@ -85,6 +85,7 @@ def test_an_install_hint_names_the_extra_with_the_package():
         "datasets",
         "digits",
         "parquet",
+        "peft",
         "tensorboard",
         "transformers",
         "wandb",

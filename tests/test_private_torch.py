@@ -279,6 +279,7 @@ OTHERS = {
     "_make": "namedtuple",
     "_replace": "namedtuple",
     "_fingerprint": "datasets.Dataset",
+    "_reductions": "torchmetrics.Metric",
     "_from_config": "transformers' models",
     "_model_mapping": "transformers' auto classes",
     "_name_or_path": "transformers' configs",

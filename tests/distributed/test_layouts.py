@@ -132,14 +132,8 @@ def test_a_rank_that_fails_where_the_others_wait_for_it_ends_them_all(tmp_path):
     assert not CheckpointStore(tmp_path / "data/alone/checkpoints").steps()
 
 
-def test_torchmetrics_that_a_rank_had_nothing_for_are_rejected_with_what_to_change(folder):
-    for said in results(folder, "fsdp")["few"][0]:
-        assert "The set tiny has fewer samples than there are ranks with samples of their own (2)" in said
-    for said in results(folder, "fsdp")["small-batch"][0]:
-        assert "The set valid is read in batches of 1" in said
-        assert "Set evaluation.batch_size to 2 or more." in said
-    # Ranks that share samples see all of them.
-    for name, layout in (("small-batch", "tensor"), ("small-batch", "pipeline"), ("few", "pipeline")):
+def test_torchmetrics_that_a_rank_had_nothing_for_are_those_of_the_other_ranks(folder):
+    for name, layout in (("few", "fsdp"), ("small-batch", "fsdp"), ("small-batch", "tensor"), ("few", "pipeline")):
         assert results(folder, layout)[name] == [["", ""], [2]]
 
 

@@ -24,6 +24,7 @@ from trainwright.config import (
     RunConfig,
     resolve_batch,
 )
+from trainwright.config.frozen import thaw
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.hooks.throughput import TimeSteps
@@ -35,6 +36,7 @@ from trainwright.models.from_config import claimed_modules, freeze
 from trainwright.models.lora import add_lora
 from trainwright.models.model import Model, check_type
 from trainwright.models.names import as_globs, matched_parameters
+from trainwright.models.peft_adapters import read_peft_settings
 from trainwright.models.presets import preset_settings
 from trainwright.models.pretrained import CONFIG_FILE, home_folders, on_meta, read_config_file
 from trainwright.optim.param_groups import describe_unowned, make_groups, read_rules
@@ -223,8 +225,9 @@ class ModelRules:
         if config.model is not None:
             reserved = config.model.reserved
             self._build(config.model, target)
-            for key, explain_rule in (("replace", self._replace), ("lora", self._lora), ("freeze", self._freeze)):
-                if key in reserved:
+            rules = {"replace": self._replace, "peft": self._peft, "lora": self._lora, "freeze": self._freeze}
+            for key, explain_rule in rules.items():
+                if reserved.get(key) is not None:
                     self._attempt(f"model.{key}", explain_rule, reserved[key])
             self._count(reserved)
         self._optimizers()
@@ -308,6 +311,13 @@ class ModelRules:
         layers = [] if self.model is None else add_lora(self.model, **settings)
         remark = f"adapters of {words}" if words else "adapters"
         self.of_model.append(_rule(f'lora "{", ".join(globs)}"', remark + _counted(layers, "layer")))
+
+    def _peft(self, given: Any) -> None:
+        adapter = read_peft_settings(thaw(given), origin=self.config.origin)
+        settings = {key: value for key, value in _mapping(given) if key not in ("type", "peft_type")}
+        name = type(adapter).__name__
+        self.of_model.append(_rule(f"peft {name}", _settings_text(thaw(settings)) or "with peft's defaults"))
+        self.model = None  # peft may compute with the weights, so that it is not applied on the meta device
 
     def _freeze(self, given: Any) -> None:
         for glob in as_globs("freeze", given):

@@ -28,7 +28,7 @@ from trainwright.backends.private_torch import (
     tree_map_only,
     without_modes,
 )
-from trainwright.build.components import Build
+from trainwright.build.components import MIN_REFERENCED_SHARE, Build
 from trainwright.build.data import may_make_batches
 from trainwright.build.parallelize import plan_of
 from trainwright.build.run import assemble
@@ -259,7 +259,7 @@ def _imaginary_class(
         saved = {id(each): each for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
         whole.num_parameters = sum(each.numel() for each in parameters)
         whole.parameter_bytes = sum(each.nbytes for each in parameters)
-        whole.saved_bytes = sum(each.nbytes for each in saved.values())
+        whole.saved_bytes = sum(each.nbytes for each in saved.values()) - _referenced_bytes(model, build.config)
         whole.plan = plan_of(model, build.config, mesh.sizes)
         # torch cannot move fake parameters that have references.
         model.to = lambda *_, **__: model  # type: ignore[method-assign]
@@ -297,6 +297,15 @@ def _imaginary_class(
         body["build_collator"] = classmethod(lambda cls, build: Stack())
     imagined = cast(type[Trainer], type(kind.__name__, (kind,), body))
     return imagined
+
+
+def _referenced_bytes(model: torch.nn.Module, config: RunConfig) -> int:
+    """Returns the size of the frozen pretrained weights, which a checkpoint stores by reference."""
+    if config.model is None or "pretrained" not in config.model.reserved:
+        return 0
+    parameters = list(model.parameters())
+    frozen = sum(each.nbytes for each in parameters if not each.requires_grad)
+    return frozen if frozen >= MIN_REFERENCED_SHARE * sum(each.nbytes for each in parameters) else 0
 
 
 def _first_batch(trainer: Trainer, mode: FakeTensorMode) -> Any:

@@ -29,7 +29,7 @@ from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.hooks.throughput import TimeSteps
 from trainwright.hooks.watchdog import Watchdog
 from trainwright.loop.hook import Hook
-from trainwright.loop.metrics import ConfiguredMetric, reject_no_metric, reject_rank_metric
+from trainwright.loop.metrics import ConfiguredMetric, never_distributed, reject_no_metric, reject_rank_metric
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
 from trainwright.models.from_config import build_model_section, build_without_memory, is_as_shipped
@@ -463,7 +463,16 @@ class Build:
             arguments = dict(component.arguments)
             outputs, labels = arguments.pop("outputs", "logits"), arguments.pop("labels", "labels")
             label = f"evaluation.metrics.{name}"
-            metric = self._make("metric", label, Component(component.type, **arguments).located_at(component.origin))
+            try:
+                metric = self._make(
+                    "metric", label, Component(component.type, **arguments).located_at(component.origin)
+                )
+            except ConfigError as error:  # of a built-in metric, which does not know its label
+                if error.where is not None or error.problem.startswith(label):
+                    raise
+                argument = error.problem.partition(":")[0]
+                where = self.config.origin(f"{label}.{argument}" if argument in arguments else label)
+                raise ConfigError(f"{label}: {error.problem}", where=where) from error
             reject_no_metric(metric, label, self.config.origin(label))
             made.append(ConfiguredMetric(name, metric, outputs, labels, self.config.origin(label)))
         for name, metric in task.build_metrics().items():
@@ -474,9 +483,7 @@ class Build:
         for each in made:
             reject_rank_metric(each, self.ranks.mesh.num_data_ranks)
             if isinstance(each.metric, torch.nn.Module):
-                each.metric.to(device)
-                if self.ranks.mesh.loss_group is not None:  # torchmetrics' communicate between ranks
-                    each.metric.process_group = self.ranks.mesh.loss_group
+                never_distributed(each.metric).to(device)
         return made
 
     def reject_unused(self) -> None:

@@ -123,6 +123,7 @@ class ModelSection(Component):
     reserved_keys: ClassVar[tuple[str, ...]] = (
         "dtype",
         "pretrained",
+        "peft",
         "lora",
         "replace",
         "freeze",

@@ -21,11 +21,12 @@ from trainwright.config.files import save_document
 from trainwright.config.yaml_text import absolute
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_of
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
-from trainwright.export.load import FORMATS, export_folder, find_source, load_checkpoint, without_paths
-from trainwright.models.from_config import pretrained_folder
+from trainwright.export.load import FORMATS, export_folder, find_source, is_path, load_checkpoint, without_paths
+from trainwright.models.from_config import pretrained_folder, pretrained_source
 from trainwright.models.key_map import KeyMap
 from trainwright.models.lora import merge_lora
 from trainwright.models.model import Model
+from trainwright.models.peft_adapters import peft_config_of, save_peft
 from trainwright.models.pretrained import SECTION_FILE, as_dtype, listed
 from trainwright.models.pretrained_facts import GENERATION_FILE, read_facts
 from trainwright.models.saving import changes_of_theirs, write_json, write_weights
@@ -125,7 +126,8 @@ def export_run(
 
     `weights` is "ema", "raw", or None for those that the run's evaluations use, as in `load_checkpoint`. transformers
     and AutoModel read "huggingface"; "safetensors" is any model's weights under their own names, with the
-    model's settings. Adapters are merged into the weights. `dtype` (bf16, fp16, fp32) converts them.
+    model's settings. Adapters of `model.lora` are merged into the weights; of `model.peft` the adapter alone is
+    written, in peft's layout. `dtype` (bf16, fp16, fp32) converts them.
 
     An earlier export is replaced; other files are kept. Any other folder that is not empty raises unless `overwrite`
     is set, which replaces files of the same names and keeps the others. `trust` is that of `load_checkpoint`.
@@ -143,7 +145,9 @@ def export_run(
         if wanted is not None:
             _reject_overflow(model, wanted)
             model = model.to(wanted)
-        if file_format == "huggingface":
+        if peft_config_of(model) is not None:
+            _write_adapter(model, config, staging, file_format=file_format)
+        elif file_format == "huggingface":
             write_hugging_face(model, staging, max_shard_bytes=max_shard_bytes)
             _add_generation(model, run_folder, staging)
         else:
@@ -152,6 +156,19 @@ def export_run(
                 save_document(staging / SECTION_FILE, _model_settings(model, config.model))
         _add_tokenizer(config, staging)
     return folder
+
+
+def _write_adapter(model: nn.Module, config: RunConfig, folder: Path, *, file_format: str) -> None:
+    """Writes the adapter of peft, which refers to the base model by name."""
+    if file_format != "huggingface":
+        raise CheckpointError(
+            "The model has an adapter of peft, which is exported in peft's layout. Remove --format; "
+            "PeftModel.from_pretrained(base, folder).merge_and_unload() merges it."
+        )
+    section = config.model
+    has_base = section is not None and "pretrained" in section.reserved
+    source = pretrained_source(section, project_dir=Path(config.project_dir)) if section and has_base else None
+    save_peft(model, folder, base=None if source is None or is_path(source) else source)
 
 
 def write_hugging_face(model: nn.Module, folder: Path, *, max_shard_bytes: int) -> None:

@@ -223,7 +223,7 @@ def _build_for(store: AnyStore, step: int, config: RunConfig, folder: Path, *, s
 def _build_empty(config: RunConfig, folder: Path) -> torch.nn.Module | None:
     """Builds a built-in model on the meta device; None if user code is involved, or if it has buffers."""
     section = config.model
-    if section is None or section.type not in BUILT_INS["model"] or "replace" in section.reserved:
+    if section is None or section.type not in BUILT_INS["model"] or {"replace", "peft"} & section.reserved.keys():
         return None
     if config.imports or config.task is not None or config.trainer.type not in BUILT_INS["trainer"]:
         return None

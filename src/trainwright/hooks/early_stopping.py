@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError
 from trainwright.loop.hook import Hook
 
@@ -32,21 +33,17 @@ class EarlyStopping(Hook):
 
     def before_train(self) -> None:
         """Stops at once if the run was stopped before."""
-        sets = self.trainer.eval_data
-        # Without any set the run does not evaluate.
-        if sets and self.metric.partition("/")[0] not in sets:
-            raise ConfigError(
-                f"early_stopping.metric: {self.metric!r} names no evaluation set. Give a set and its metric, such as "
-                f"{next(iter(sets))}/loss. Known sets: {', '.join(sets)}."
-            )
+        if self.trainer.eval_data:  # without any set the run does not evaluate
+            self.trainer.metric_names.check(self.metric, label="early_stopping.metric", where=self._where)
         self._stop_if_due()
 
     def after_eval(self, logs: Mapping[str, Any]) -> None:
         """Counts evaluations without improvement."""
         if self.metric not in logs:
             if any(key.partition("/")[0] == self.metric.partition("/")[0] for key in logs):
+                advice = suggest(self.metric, logs, cutoff=0.8)
                 raise ConfigError(
-                    f"early_stopping.metric: an evaluation has no {self.metric!r}. Its values: {', '.join(logs)}."
+                    f"early_stopping.metric: no evaluation gives {self.metric!r}. {advice}", where=self._where
                 )
             return  # an evaluation of the test set, or a failed one
         value = float(logs[self.metric])
@@ -63,6 +60,15 @@ class EarlyStopping(Hook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the best value and the count."""
         self.best, self.num_bad = state["best"], state["num_bad"]
+
+    @property
+    def _where(self) -> object | None:
+        """The source location of the setting; None for a hook that was given in code."""
+        config = self.trainer.config
+        for number, each in enumerate(config.hooks):
+            if each.arguments.get("metric") == self.metric and "early_stopping" in each.type:
+                return config.origin(f"hooks.{number}.metric")
+        return None
 
     def _improves(self, value: float) -> bool:
         if math.isnan(value):

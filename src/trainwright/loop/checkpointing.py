@@ -20,7 +20,9 @@ from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import Retention, best_step, is_better
 from trainwright.checkpoint.together import Together, encode_share, ranks_without_folder, reject_unshared_folder
 from trainwright.config import CheckpointSection, KeepBest
+from trainwright.config.problems import suggest
 from trainwright.errors import CheckpointError, ConfigError
+from trainwright.loop.metrics import MetricNames
 from trainwright.parallel.collectives import Notes, Ranks
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,11 @@ class BestCheckpoint:
         """The name of the metric, such as valid/loss; None without `keep_best`."""
         return None if self._policy is None else self._policy.metric
 
+    def check(self, names: MetricNames) -> None:
+        """Raises for a name that no evaluation gives, as far as that is known before the first one."""
+        if self._policy is not None:
+            names.check(self._policy.metric, label="checkpoint.keep_best.metric", where=self._where)
+
     def update(self, step: int, logs: Mapping[str, float]) -> None:
         """Compares the logs of an evaluation; a NaN is never the best."""
         if self._policy is None:
@@ -51,7 +58,7 @@ class BestCheckpoint:
         if self._policy.metric not in logs:
             raise ConfigError(
                 f"checkpoint.keep_best.metric: no evaluation gives {self._policy.metric!r}. "
-                f"The last one gave {', '.join(logs) or 'nothing'}.",
+                f"{suggest(self._policy.metric, logs, cutoff=0.8)}",
                 where=self._where,
             )
         value = logs[self._policy.metric]

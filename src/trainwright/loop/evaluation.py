@@ -31,7 +31,13 @@ from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import detached_copy, is_sharded, merge, summarise
 from trainwright.events.storage import full_logs, full_values
 from trainwright.loop.hook import HookCalls
-from trainwright.loop.metrics import ConfiguredMetric, reject_rank_value
+from trainwright.loop.metrics import (
+    ConfiguredMetric,
+    has_mergeable_state,
+    merge_states,
+    reject_rank_value,
+    states_of,
+)
 from trainwright.loop.outputs import ForwardResult
 from trainwright.loop.stop_signal import StopSignal
 from trainwright.loop.task import Task, overrides
@@ -241,16 +247,13 @@ class Evaluator:
             # Ranks agree on each batch of a stream: one that leaves early says so there, before the next collective.
             iterator.close()
             # Before any other collective: if one rank failed, all must leave here.
-            updates = one_pass.num_updates if ranks.mesh.is_loss_rank else None
-            shares = ranks.gather((updates, _describe(failure)))
-            _raise_failure(failure, [text for _, text in shares])
+            _raise_failure(failure, ranks.gather(_describe(failure)))
             if ranks.mesh.is_split:
                 puts.gather_shards(ranks.gather)
             put = summarise(merge(ranks.gather(puts.take_window())))
             trainer.storage.adopt_media(puts, prefix=f"{data.name}/")
         averages = one_pass.averages.over_ranks(ranks)
-        fewest = min(updates for updates, _ in shares if updates is not None)
-        computed = _compute(self._metrics, ranks, fewest, data)
+        computed = _compute(self._metrics, ranks, has_samples=one_pass.num_updates > 0)
         self.averages = {**put, **averages, **computed}
         logs = _together(ranks, lambda: _logs_of_set(trainer, one_pass.state))
         if ranks.mesh.is_split:
@@ -394,7 +397,7 @@ class _Pass:
             self.num_updates += 1
             if self._trainer.ranks.mesh.is_loss_rank:
                 for metric in self._metrics:
-                    metric.update(getattr(logs, "outputs", None) or logs, batch)
+                    metric.update(getattr(logs, "outputs", None) or logs, batch, values)
         return values
 
     def have_all_failed(self) -> bool:
@@ -480,35 +483,49 @@ def _to_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
-def _compute(
-    metrics: Sequence[ConfiguredMetric], ranks: Ranks, fewest_updates: int, data: EvaluationData
-) -> dict[str, float]:
-    if fewest_updates == 0 and any(isinstance(metric.metric, torch.nn.Module) for metric in metrics):
-        num_ranks, batch_size = ranks.mesh.num_data_ranks, data.global_batch_size
-        why, remedy = "has fewer samples", "Evaluate on fewer processes, or use a larger set."
-        if batch_size < num_ranks:
-            why = f"is read in batches of {batch_size}, less"
-            remedy = f"Set evaluation.batch_size to {num_ranks} or more."
-        raise TrainwrightError(
-            f"The set {data.name} {why} than there are ranks with samples of their own ({num_ranks}), and torchmetrics "
-            f"cannot join ranks of which one saw none. {remedy}"
-        )
+def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks, *, has_samples: bool) -> dict[str, float]:
+    """Returns the values of the metrics over the samples of all ranks; collective."""
     if not metrics:
         return {}
     # Of ranks that share samples one has counted them.
-    num_ranks = ranks.mesh.num_data_ranks
+    is_counted = ranks.mesh.is_loss_rank
+    merged = [metric for metric in metrics if has_mergeable_state(metric.metric)]
+    computing, num_ranks = ranks.rank, ranks.mesh.num_data_ranks
+    if merged and num_ranks > 1:
+        own = _together(ranks, lambda: _own_states(merged) if is_counted and has_samples else None)
+        shares = ranks.gather_samples((ranks.rank, own))
+        seen = [(rank, states) for rank, states in shares if states is not None]
+        # One rank computes: sorting the scores of a large set takes seconds. It has seen samples itself, so that it
+        # has the objects of torchmetrics.
+        computing = next((rank for rank, _ in seen), shares[0][0])
+        if computing == ranks.rank:
+            for metric in merged:
+                merge_states(metric.metric, [states[metric.name] for _, states in seen])
+    read = [each for each in metrics if each not in merged or computing == ranks.rank]
     results, means = _together(
-        ranks, lambda: _read_metrics(metrics, num_ranks) if ranks.mesh.is_loss_rank else ({}, Averages())
+        ranks, lambda: _read_metrics(read, num_ranks, has_samples) if is_counted else ({}, Averages())
     )
-    return ranks.gather_samples(results)[0] | means.over_ranks(ranks)
+    results = {name: value for each in reversed(ranks.gather_samples(results)) for name, value in each.items()}
+    return results | means.over_ranks(ranks)
 
 
-def _read_metrics(metrics: Sequence[ConfiguredMetric], num_data_ranks: int) -> tuple[dict[str, float], Averages]:
+def _own_states(metrics: Sequence[ConfiguredMetric]) -> dict[str, Any]:
+    """Returns the states of torchmetrics' metrics of this rank by name."""
+    for metric in metrics:
+        metric.check_values()  # the computing rank checks only its own samples
+    return {metric.name: states_of(metric.metric) for metric in metrics}
+
+
+def _read_metrics(
+    metrics: Sequence[ConfiguredMetric], num_data_ranks: int, has_samples: bool
+) -> tuple[dict[str, float], Averages]:
     """Returns what metrics say of all ranks, and the means of this rank that are still to be added up."""
     results: dict[str, float] = {}
     means = Averages()
     for metric in metrics:
-        computed = metric.metric.compute()
+        metric.check_values()
+        is_empty = not has_samples and has_mergeable_state(metric.metric)  # torchmetrics would warn or raise
+        computed = float("nan") if is_empty else metric.metric.compute()
         parts = {metric.name: computed}
         if isinstance(computed, Mapping):
             parts = {f"{metric.name}/{name}": part for name, part in computed.items()}
@@ -516,6 +533,8 @@ def _read_metrics(metrics: Sequence[ConfiguredMetric], num_data_ranks: int) -> t
             reject_rank_value(metric, value, num_data_ranks)
             if isinstance(value, Mean):
                 means.add(name, value, 1)
+            elif isinstance(value, torch.Tensor) and value.numel() > 1:  # one value per class
+                results |= {f"{name}/{number}": float(each) for number, each in enumerate(value.flatten())}
             else:
                 results[name] = float(value)
     return results, means

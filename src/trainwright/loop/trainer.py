@@ -19,7 +19,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -65,7 +65,7 @@ from trainwright.loop.checkpointing import BestCheckpoint, Checkpointing
 from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator, logs_of
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.hook import HOOK_EVENTS, Hook, HookCalls, call_each
-from trainwright.loop.metrics import ConfiguredMetric
+from trainwright.loop.metrics import ConfiguredMetric, MetricNames
 from trainwright.loop.outputs import ForwardResult, explain_failure, full_loss, read_forward, reject_ignored_labels
 from trainwright.loop.outside_model import reject_outside, user_attributes
 from trainwright.loop.state import Batch, RunState, count_samples, num_rows, reject_graph, split_batch
@@ -199,6 +199,9 @@ class Trainer:
     after_train; close
     """
 
+    known_eval_names: ClassVar[tuple[str, ...]] = ("loss",)
+    """The values of an evaluation set without configured metrics, as far as the class determines them."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -272,7 +275,8 @@ class Trainer:
         self._unclaimed_hook_state: dict[str, Any] = {}
         self._seed_chain, self._draws = chain_seed(config.seed, _STEP_STREAM), self.ranks.mesh.draws
         # Checked against the first training forward, so that a wrong name does not wait for the first evaluation.
-        self._unchecked_metrics = [] if overrides(self, "eval_step", Trainer) else list(context.metrics)
+        has_own_inputs = overrides(self, "eval_step", Trainer) or overrides(self, "next_eval_inputs", Trainer)
+        self._unchecked_metrics = [] if has_own_inputs else list(context.metrics)
         own_steps = ("train_step", "micro_batches", "begin_update")
         self._has_own_step = any(overrides(self, name, Trainer) for name in own_steps)
         if overrides(self, "micro_batches", Trainer):
@@ -453,6 +457,20 @@ class Trainer:
     def eval_name(self) -> str | None:
         """The evaluation set that is being evaluated; None outside evaluations."""
         return self._evaluator.set_name
+
+    @property
+    def metric_names(self) -> MetricNames:
+        """The names that evaluations give, for settings such as `checkpoint.keep_best.metric` that refer to one."""
+        own = ("eval_step", "eval_end", "next_eval_inputs", "forward", "read_outputs", "add_metrics")
+        section, forward = self.config.model, type(self.model).forward
+        adds_names = (
+            any(is_user_code(getattr(type(self), name)) for name in own)
+            or type(self.task) is not Task
+            or (section is not None and "replace" in section.reserved)
+            or not forward.__module__.startswith(("trainwright.", "transformers."))
+        )
+        metrics = (*self.known_eval_names, *(each.name for each in self.context.metrics))
+        return MetricNames(tuple(self.eval_data), tuple(dict.fromkeys(metrics)), are_all=not adds_names)
 
     @property
     def eval_averages(self) -> dict[str, float]:
@@ -905,6 +923,10 @@ class Trainer:
         hooks = self._hook_calls
         with outlive_console(), FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self._garbage:
             try:
+                if self.eval_data:
+                    self._best.check(self.metric_names)
+                    for schedule in self._updater.torch_schedules.values():
+                        schedule.check_metric(self.metric_names.check)
                 self._begin_writing()
                 hooks.call("before_train")
                 contents.reject_unsavable(hooks.keyed(), self._stateful.values())
@@ -1059,6 +1081,7 @@ class Trainer:
             state.phase = "between_steps"
             if not self.ranks.is_alone:
                 self.save()
+                self._write_after_failure()
             raise
         self.heartbeat.enter("write", state.step)
         self._write_if_due()
@@ -1193,6 +1216,13 @@ class Trainer:
         """Returns the weights that evaluations use instead of the model's; none if the model has a checkpoint's."""
         averaged, is_evaluated = hooks.averaged_weights()
         return averaged if is_evaluated and not self._has_loaded_weights else {}
+
+    def _write_after_failure(self) -> None:
+        """Writes the line of a step whose evaluation failed; a resumed run replaces it by a complete one."""
+        try:
+            self._write_if_due()
+        except Exception as error:  # the evaluation's own error is raised
+            logger.error("The line of step %d could not be written: %s", self._state.step, error)
 
     def _write_if_due(self) -> None:
         state, storage, ranks = self._state, self.storage, self.ranks

@@ -22,6 +22,7 @@ from trainwright.errors import CheckpointError, ComponentError, ConfigError, Tra
 from trainwright.models.lora import add_lora
 from trainwright.models.model import Model, preset_settings
 from trainwright.models.names import matched_parameters, names_module, unmatched
+from trainwright.models.peft_adapters import add_peft, read_peft_settings, renamed_by_peft
 from trainwright.models.pretrained import (
     CONFIG_FILE,
     LoadReport,
@@ -188,6 +189,16 @@ def build_model_section(
         drawn += [name for name, _ in model.named_parameters() if name.startswith(inside)]
         if facts is not None:
             facts = replace(facts, loaded=frozenset(name for name in facts.loaded if not name.startswith(inside)))
+    if reserved.get("peft") is not None:
+        if reserved.get("lora") is not None:
+            problem = "peft and lora both add adapters. Keep one of them."
+            raise ConfigError(f"model: {problem}", where=origin("model.peft"))
+        adapter = read_peft_settings(thaw(reserved["peft"]), origin=origin)
+        before = {id(each): name for name, each in model.named_parameters(remove_duplicate=False)}
+        with _located("model.", origin("model.peft")):
+            model = add_peft(model, adapter, drawn=drawn)
+        if facts is not None:
+            facts = replace(facts, loaded=renamed_by_peft(model, before, facts.loaded))
     if "lora" in reserved:
         settings = _lora_settings(reserved["lora"], origin)
         with _located("model.", origin("model.lora"), origin=origin):
@@ -223,12 +234,13 @@ def pretrained_folder(section: ModelSection, *, project_dir: Path) -> Path | Non
 def is_as_shipped(section: ModelSection, *, project_dir: Path) -> bool:
     """Returns True if this section builds a shipped class without user code, on the meta device if need be.
 
-    A user's class or replacement may compute from weights, or draw other random numbers; adapters do not.
+    A user's class, a replacement or peft may compute from weights, or draw other random numbers; `lora` does not.
     """
     restore_generators = _save_generators()
     _, target = _find(section, project_dir)
     restore_generators()  # a file may draw while it is imported
-    return _is_shipped_kind(target) and target.is_shipped() and "replace" not in section.reserved
+    is_changed = "replace" in section.reserved or "peft" in section.reserved
+    return _is_shipped_kind(target) and target.is_shipped() and not is_changed
 
 
 def build_without_memory(

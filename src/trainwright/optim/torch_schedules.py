@@ -128,6 +128,11 @@ class TorchSchedule:
         self._num_steps += 1
         self._step(logs[self.metric])
 
+    def check_metric(self, check: Callable[..., None]) -> None:
+        """Calls `check(name, label=…, where=…)`, which raises for a name that no evaluation gives."""
+        if self.metric is not None:
+            check(self.metric, label=f"{self._label}.metric", where=self._where)
+
     def check_length(self, max_steps: int) -> None:
         """Raises if the scheduler ends before the run does: torch's OneCycleLR cannot be stepped any further."""
         total = getattr(self.scheduler, "total_steps", None)

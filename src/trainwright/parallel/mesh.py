@@ -79,7 +79,7 @@ class Mesh:
 
     `layers` has the axes pipeline, replicate, shard (fsdp × context) and tensor; `sequence` has all five, and exists
     only if context is larger than 1. Both are None in a single process without a launcher. `stage` is the group of
-    the ranks of this pipeline stage, `loss_group` that of the loss ranks; None if that is all ranks.
+    the ranks of this pipeline stage; None if that is all ranks.
     """
 
     sizes: Mapping[str, int] = field(default_factory=lambda: ALONE)
@@ -87,7 +87,6 @@ class Mesh:
     layers: DeviceMesh | None = None
     sequence: DeviceMesh | None = None
     stage: Any = None
-    loss_group: Any = None
 
     def size(self, *axes: str) -> int:
         """Returns the number of ranks along an axis, or along several together."""
@@ -174,10 +173,9 @@ def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
     members = [
         [each.global_rank for each in ranks if each.rank("pipeline") == stage] for stage in range(sizes["pipeline"])
     ]
-    members.append([each.global_rank for each in ranks if each.is_loss_rank])
     # Every rank creates every group, also those it is not in, in the same order: torch names them by a counter.
     groups = [None if len(each) == len(ranks) else dist.new_group(each) for each in members]
-    return replace(mesh, stage=groups[mesh.rank("pipeline")], loss_group=groups[-1])
+    return replace(mesh, stage=groups[mesh.rank("pipeline")])
 
 
 def _clear_sharding_cache() -> None:

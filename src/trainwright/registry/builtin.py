@@ -82,7 +82,19 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "mlflow": "trainwright.writers.mlflow:MlflowWriter",
         "trackio": "trainwright.writers.trackio:TrackioWriter",
     },
-    "metric": {"accuracy": "trainwright.loop.metrics:Accuracy"},
+    "metric": {
+        "accuracy": "trainwright.loop.metrics:Accuracy",
+        "top_k_accuracy": "trainwright.loop.metrics:TopKAccuracy",
+        "f1": "trainwright.loop.named_metrics:F1",
+        "precision": "trainwright.loop.named_metrics:Precision",
+        "recall": "trainwright.loop.named_metrics:Recall",
+        "auroc": "trainwright.loop.named_metrics:AUROC",
+        "perplexity": "trainwright.loop.named_metrics:Perplexity",
+        "mse": "trainwright.loop.named_metrics:MeanSquaredError",
+        "mae": "trainwright.loop.named_metrics:MeanAbsoluteError",
+        "bleu": "trainwright.loop.named_metrics:BLEU",
+        "rouge": "trainwright.loop.named_metrics:ROUGE",
+    },
     "task": {"task": "trainwright.loop.task:Task"},
 }
 

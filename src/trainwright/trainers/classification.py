@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +19,8 @@ class ClassificationTrainer(Trainer):
     Labels of −100 are ignored, as in the loss. Labels of another shape (soft labels, one score per sample) have no
     accuracy.
     """
+
+    known_eval_names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
 
     def add_metrics(self, result: ForwardResult, batch: Any) -> None:
         """Adds the accuracy, without leaving the device."""

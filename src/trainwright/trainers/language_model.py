@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +19,8 @@ class LanguageModelTrainer(Trainer):
 
     Expects `labels` as transformers does: the same tokens as `input_ids`, shifted by the model.
     """
+
+    known_eval_names: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
 
     def count_targets(self, labels: torch.Tensor) -> torch.Tensor:
         """Returns the number of predicted tokens of a batch; the model does not predict the first one of a row."""
@@ -35,10 +37,15 @@ class LanguageModelTrainer(Trainer):
             )
         loss = outputs["loss"]
         if isinstance(loss, torch.Tensor):
-            count = self.count_targets(batch["labels"])
+            count = self._count_of_model(batch["labels"])
             # A batch without a predicted token has a NaN mean; as a total of 0 it adds nothing.
             loss = Mean(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
         return {**outputs, "loss": loss}
+
+    def _count_of_model(self, labels: torch.Tensor) -> torch.Tensor:
+        # The virtual tokens of peft's prompt learning predict the first label too.
+        own = getattr(self.model, "count_targets", None) if hasattr(self.model, "peft_config") else None
+        return self.count_targets(labels) if own is None else own(labels)
 
     def eval_end(self, aggregated: Any) -> dict[str, Any]:
         """Adds the perplexity, exp(loss)."""
