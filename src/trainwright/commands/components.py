@@ -35,6 +35,9 @@ SECTIONS = {
     "writer": "writers",
     "metric": "evaluation.metrics.NAME",
     "task": "task",
+    "loss": "trainer.loss",
+    "transform": "data.train.transform",
+    "tokenizer": "data.collator.tokenizer",
 }
 """The setting of each kind of component in a run file."""
 

@@ -188,6 +188,17 @@ class ProcessSection(Component):
         return section
 
 
+def _field_names(value: Any) -> Any:
+    """Validate the names of a tuple's elements."""
+    names = _tuple(value)
+    if not isinstance(names, tuple) or not names or not all(isinstance(each, str) and each for each in names):
+        raise reject((), f"must be a list of names, such as [pixel_values, labels]; got {describe(value)}.", value)
+    twice = [name for number, name in enumerate(names) if name in names[:number]]
+    if twice:
+        raise reject((), f"{twice[0]} is there twice. Give each element its own name.", value)
+    return names
+
+
 class DataSection(Section):
     """Datasets, and how samples become batches."""
 
@@ -203,6 +214,9 @@ class DataSection(Section):
     """A function that is applied to each row once; the result is cached on disk and shared between runs."""
     collator: Component = Field(default_factory=lambda: Component("stack"))
     """Converts a list of samples to a batch."""
+    fields: Annotated[tuple[str, ...], BeforeValidator(_field_names)] | None = None
+    """The names of the elements of samples that are tuples, such as [pixel_values, labels]; None: samples have names,
+    or are pairs for a classification trainer."""
     num_workers: Annotated[Whole, Field(ge=0)] = 0
     """Processes that load data; 0: the run's process loads."""
     loader: Annotated[Frozen[Any], BeforeValidator(_loader_arguments)] = Field(default_factory=Frozen)
@@ -275,6 +289,9 @@ class TrainerSection(Section):
     the maximum."""
     gradient_accumulation_steps: Count | None = None
     """Forwards per update on one rank; None: derived, or 1."""
+    loss: Component | None = None
+    """The loss of a model that returns none: a function of the outputs and the labels, such as
+    torch.nn:CrossEntropyLoss; None: the model's loss or its `criterion`."""
     max_grad_norm: Positive | None = None
     """Maximum norm of the gradients, which are scaled down to it; None: no limit."""
     max_grad_value: Positive | None = None

@@ -156,8 +156,7 @@ def build_model_section(
     if dtype is not None and pretrained is not None:
         pretrained, dtype = replace(pretrained, dtype=dtype, has_dtype=True), None
     elif dtype is not None and (is_transformers_class(target) or "dtype" in (parameters_of(target) or ())):
-        given = Component(section.type, **section.arguments, dtype=str(dtype).removeprefix("torch."))
-        component, dtype = given.located_at(section.origin), None
+        component, dtype = _with_args(section, dtype=str(dtype).removeprefix("torch.")), None
     readers = [rule.type for rule in rules.values() if _asks_for_replaced(rule, project_dir)]
     # A user's file may draw while it is imported, which happens only once in a process.
     restore_generators()
@@ -267,7 +266,18 @@ def _find(section: ModelSection, project_dir: Path) -> tuple[ModelSection, Any]:
     if _is_shipped_kind(target) and section.get("preset", "") is None:
         kept = ModelSection.from_mapping({key: value for key, value in section.items() if key != "preset"})
         section = kept.located_at(section.origin)  # type: ignore[assignment]  # the same class
+    own = (parameters_of(target) or {}).get("args")
+    if "args" in section and own is not None and own.kind is not own.VAR_POSITIONAL:
+        # A constructor such as Net(args) gets the mapping itself.
+        bare = ModelSection.from_mapping({key: value for key, value in section.items() if key != "args"})
+        section = _with_args(bare.located_at(section.origin), args=section["args"])
     return section, target
+
+
+def _with_args(section: Component, **arguments: Any) -> ModelSection:
+    """Returns the section with further arguments, whatever names are reserved."""
+    values = {**section, "args": {**section.get("args", {}), **arguments}}
+    return ModelSection.from_mapping(values).located_at(section.origin)  # type: ignore[return-value]  # the same class
 
 
 def _build_pretrained(
@@ -345,7 +355,11 @@ def _is_shipped_kind(target: Any) -> bool:
 
 
 def _instantiate(section: Component, project_dir: Path, origin: registry.OriginOf) -> nn.Module:
-    model = registry.instantiate("model", section, project_dir=project_dir, label="model", origin_of=origin)
+    def origin_of(setting: str) -> Any:
+        name = setting.partition(".")[2]
+        return origin(f"model.args.{name}" if name.partition(".")[0] in section.verbatim else setting)
+
+    model = registry.instantiate("model", section, project_dir=project_dir, label="model", origin_of=origin_of)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{section.type} creates a {type(model).__name__}, not a torch.nn.Module.")
     return model
