@@ -1,7 +1,7 @@
 """What a forward may return, and how it is read in training and evaluation.
 
 `loss`, `(loss, metrics)`, a mapping with `loss`, or an object with `.loss`. If the loss is None, `trainer.loss` or the
-model's `criterion` computes it from the outputs and the labels. `metrics` in a mapping are logged, like those of a pair.
+model's `criterion` computes it from the outputs and the labels. `metrics` in a mapping are logged as those of a pair.
 """
 
 from __future__ import annotations
@@ -241,7 +241,9 @@ def _with_criterion(
             where=None if configured is None else configured.where,
         ) from error
     count = count_labels(criterion, labels) if isinstance(labels, torch.Tensor) else None
-    return ForwardResult(loss if isinstance(loss, Mean) else _one_number(loss), num_samples, outputs=outputs, count=count)
+    return ForwardResult(
+        loss if isinstance(loss, Mean) else _one_number(loss), num_samples, outputs=outputs, count=count
+    )
 
 
 def _name_of(criterion: Any, configured: ConfiguredLoss | None) -> str:

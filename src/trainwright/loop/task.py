@@ -38,7 +38,7 @@ class Task:
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"The batch is a {type(batch).__name__}, but model(**batch) needs a mapping. "
-                f"{advise_fields(batch, type(model).forward)}Return a dict from the collator, or override "
+                f"{advise_fields(batch, type(model).forward)} a dict from the collator, or override "
                 "Task.forward(model, batch) or Trainer.train_step."
             )
         forward = type(model).forward
@@ -76,14 +76,14 @@ class Task:
 
 
 def advise_fields(batch: Any, forward: Callable[..., Any]) -> str:
-    """Returns how to name the elements of tuple samples for this forward, with a trailing space; "" for other batches."""
+    """Returns the start of an advice that ends with `return a dict`: how to name the elements of tuple samples."""
     if not isinstance(batch, (tuple, list)) or not batch:
-        return ""
+        return "Return"
     names = getattr(batch, "_fields", None)
     if names is None and len(batch) <= 2:
         names = (first_argument(forward) or "inputs", "labels")[: len(batch)]
     example = "a name for each" if names is None else f"[{', '.join(names)}]"
-    return f"If the samples are tuples, name their {len(batch)} elements with data.fields: {example}. Or else: "
+    return f"If the samples are tuples, name their {len(batch)} elements with data.fields: {example}. Otherwise return"
 
 
 @constant_in_compiled_code

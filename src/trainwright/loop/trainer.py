@@ -646,7 +646,7 @@ class Trainer:
         if overrides(self, "forward", Trainer):
             raise DataError(
                 f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}. "
-                f"{advise_fields(batch, type(self).forward)}Return a dict from the collator."
+                f"{advise_fields(batch, type(self).forward)} a dict from the collator."
             )
         return self.read_outputs(self.task.forward(self.model, batch), batch)
 

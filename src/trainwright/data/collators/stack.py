@@ -59,9 +59,9 @@ def _stack(values: list[Any], field: str) -> Any:
     except (RuntimeError, TypeError) as error:
         if hasattr(values[0], "convert") and hasattr(values[0], "mode"):  # a PIL image, without importing PIL
             raise DataError(
-                f"The samples of a batch cannot be stacked: field {field} is a PIL image ({values[0].mode}, "
-                f"{values[0].size[0]} × {values[0].size[1]}), not a tensor. Set the dataset's transform, such as {{type: "
-                "torchvision.transforms:ToTensor}, or use the collator image (data.collator), which converts and resizes."
+                f"The samples of a batch cannot be stacked: field {field} is a PIL image, not a tensor. Set the "
+                "dataset's transform, such as {type: torchvision.transforms:ToTensor}, or use the collator image "
+                "(data.collator), which converts and resizes."
             ) from error
         shapes = {str(tuple(value.shape)) if hasattr(value, "shape") else type(value).__name__ for value in values}
         raise DataError(

@@ -239,7 +239,8 @@ def count_labels(criterion: Any, labels: Tensor) -> Tensor | None:
     counted: Tensor = labels != criterion.ignore_index
     if criterion.weight is None:
         return counted.sum()
-    return (criterion.weight[labels.where(counted, 0)] * counted).sum()
+    weights: Tensor = criterion.weight[labels.where(counted, 0)]
+    return (weights * counted).sum()
 
 
 def class_criterion(num_labels: int) -> nn.Module:
