@@ -146,7 +146,7 @@ def build_model_section(
     Randomly initialized parameters (a head that the pretrained files lack, those of a replacement) are trained also
     with adapters, which freeze the rest: frozen, they would stay noise.
     """
-    reserved = section.reserved
+    reserved, origin = section.reserved, _origin_in_args(section, origin)
     pretrained = _read_pretrained(reserved.get("pretrained"), project_dir, origin)
     rules = _rules(reserved["replace"], origin) if "replace" in reserved else {}
     restore_generators = _save_generators()
@@ -274,6 +274,17 @@ def _find(section: ModelSection, project_dir: Path) -> tuple[ModelSection, Any]:
     return section, target
 
 
+def _origin_in_args(section: ModelSection, origin: registry.OriginOf) -> registry.OriginOf:
+    """Returns a function that also finds the arguments that are written in `model.args`."""
+
+    def origin_of(setting: str) -> Any:
+        first = setting.removeprefix("model.").partition(".")[0]
+        is_in_args = first not in section and first in section.verbatim
+        return origin(setting.replace("model.", "model.args.", 1) if is_in_args else setting)
+
+    return origin_of
+
+
 def _with_args(section: Component, **arguments: Any) -> ModelSection:
     """Returns the section with further arguments, whatever names are reserved."""
     values = {**section, "args": {**section.get("args", {}), **arguments}}
@@ -355,11 +366,7 @@ def _is_shipped_kind(target: Any) -> bool:
 
 
 def _instantiate(section: Component, project_dir: Path, origin: registry.OriginOf) -> nn.Module:
-    def origin_of(setting: str) -> Any:
-        name = setting.partition(".")[2]
-        return origin(f"model.args.{name}" if name.partition(".")[0] in section.verbatim else setting)
-
-    model = registry.instantiate("model", section, project_dir=project_dir, label="model", origin_of=origin_of)
+    model = registry.instantiate("model", section, project_dir=project_dir, label="model", origin_of=origin)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{section.type} creates a {type(model).__name__}, not a torch.nn.Module.")
     return model

@@ -25,7 +25,7 @@ from trainwright.config.frozen import thaw
 from trainwright.config.problems import did_you_mean, nearest
 from trainwright.config.python_files import folder_package
 from trainwright.config.yaml_text import absolute
-from trainwright.errors import ComponentError, TrainwrightError
+from trainwright.errors import ComponentError, ConfigError, TrainwrightError
 from trainwright.registry.builtin import BUILT_INS, IN_CODE, KIND_FOLDERS
 from trainwright.registry.plugins import Plugin, find_plugin, forget_installed, installed
 from trainwright.tracebacks import shown_path
@@ -242,15 +242,13 @@ class _Nested:
                 problem = f"{component.type} is a {type(found).__name__}, which has no arguments. Remove them."
                 raise _labelled(problem, label, where)
             return found
-        return instantiate(
-            kind,
-            component,
-            project_dir=self.project_dir,
-            label=label,
-            origin_of=self.origin_of,
-            num_inputs=1,
-            **self.provided,
-        )
+        options: dict[str, Any] = {"project_dir": self.project_dir, "origin_of": self.origin_of, **self.provided}
+        try:
+            return instantiate(kind, component, label=label, num_inputs=1, **options)
+        except ConfigError as error:
+            if error.where is not None:
+                raise
+            raise _labelled(error.problem, label, where) from error.__cause__
 
     def _kind_of(self, type_name: Any, argument: str) -> str | None:
         """Return the kind in which a nested `type` is searched; None if it names no component."""
@@ -263,8 +261,11 @@ class _Nested:
             names = [*BUILT_INS[kind], *_registered[kind], *installed(kind)]
             if type_name in names or nearest(type_name, names, cutoff=0.8) is not None:
                 return kind  # a misspelt one is not found, and the error suggests the name
-        is_dotted = "." in type_name and all(part.isidentifier() for part in type_name.split("."))
-        return kinds[0] if ":" in type_name or is_dotted else None
+        stem, dot, _ = type_name.partition(".")
+        if ":" not in type_name and (not dot or not all(part.isidentifier() for part in type_name.split("."))):
+            return None
+        folders = {kind: absolute(self.project_dir) / KIND_FOLDERS[kind] for kind in kinds}
+        return next((kind for kind, folder in folders.items() if (folder / f"{stem}.py").is_file()), kinds[0])
 
 
 def _inputs(target: Any, given: Mapping[str, Any]) -> list[str]:
