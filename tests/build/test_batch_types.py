@@ -3,6 +3,7 @@
 import textwrap
 from collections import UserDict
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -90,6 +91,9 @@ CASES = {
 }
 
 
+MASKED = {"model": "BertForMaskedLM", "fields": "input_ids", "trainer": "masked_language_model"}
+
+
 @pytest.mark.parametrize("collator", CASES)
 def test_collators_of_transformers_train_from_yaml_with_a_nested_tokenizer(project, collator):
     model, fields, trainer = CASES[collator]
@@ -164,7 +168,7 @@ def keyed_pairs(samples):
 
 
 class Spy(Trainer):
-    seen = []
+    seen: ClassVar[list[object]] = []
 
     def forward(self, x, labels):
         assert type(x) is dict
@@ -195,7 +199,7 @@ def test_nested_mappings_and_lists_of_a_user_s_collator_are_split(in_tmp):
 
 def test_a_made_batch_may_be_any_mapping(in_tmp):
     class Making(Trainer):
-        sizes = []
+        sizes: ClassVar[list[int]] = []
 
         @classmethod
         def build_model(cls, build):

@@ -160,8 +160,8 @@ def test_a_mapping_has_outputs_and_metrics(in_tmp):
             return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores, "metrics": metrics}
 
     accuracy = {"metrics": {"accuracy": "accuracy"}}
-    run = start(None, model=Both, micro_batch_size=4, dataset=[{**row, "labels": row["labels"].clamp(0)} for row in CLASSES],
-                evaluation=accuracy)  # fmt: skip
+    dataset = [{**row, "labels": row["labels"].clamp(0)} for row in CLASSES]
+    run = start(None, model=Both, micro_batch_size=4, dataset=dataset, evaluation=accuracy)
     logs = run.train()
     assert logs["valid/spread"] > 0
     assert 0 <= logs["valid/accuracy"] <= 1
