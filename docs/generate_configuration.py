@@ -49,7 +49,7 @@ model takes them, but for `preset`. All about them, with examples: [pretrained w
 | `activation_checkpointing` | text, list or a section | Recomputed: `layers`, `save`, `budget`, `every`; or by path. |
 | `compile_repeated_blocks` | text, list or a section | Equal blocks compiled as one: a path, or `path`, `backend`. |
 | `offload` | list of text or a section | Named tensors that wait for backward in host memory; or by path. |
-| `args` | a section | Arguments that are passed as they are, also with one of these names: `args: {pretrained: true}`. |
+| `args` | a section | Arguments that are passed as they are, also if their names are in this table. |
 """
 
 COMPONENTS = """\

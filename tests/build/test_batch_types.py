@@ -8,12 +8,14 @@ from typing import ClassVar
 import pytest
 import torch
 from tests.messages import raises
+from tests.vision import declare_operators
 
 from trainwright import RunConfig, Trainer, build_component, build_trainer, train
 from trainwright.data.collators.fields import plain_mappings
 from trainwright.data.loader import TrainData
 from trainwright.errors import ConfigError
 
+declare_operators()
 transformers = pytest.importorskip("transformers")
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(40))]
