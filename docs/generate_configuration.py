@@ -50,6 +50,7 @@ model takes them, but for `preset`. All about them, with examples: [pretrained w
 | `activation_checkpointing` | text, list or a section | Recomputed: `layers`, `save`, `budget`, `every`; or by path. |
 | `compile_repeated_blocks` | text, list or a section | Equal blocks compiled as one: a path, or `path`, `backend`. |
 | `offload` | list of text or a section | Named tensors that wait for backward in host memory; or by path. |
+| `args` | a section | Arguments that are passed as they are, also if their names are in this table. |
 """
 
 COMPONENTS = """\
@@ -57,7 +58,8 @@ COMPONENTS = """\
 
 A component is a mapping with `type`, and the arguments of its constructor beside it: `{type: adamw, lr: 3e-4}`; where
 it needs no argument, the type alone will do: `adamw`. The type is a built-in name, `package.module:Name`,
-`file.py:Name` relative to the run file, or `file.Name` for a file in the folder of its kind beside the run file.
+`file.py:Name` relative to the run file, or `file.Name` for a file in the folder of its kind beside the run file. An
+argument may be a component itself, also in a list: `transform: {type: "torchvision.transforms:ToTensor"}`.
 `trainwright components KIND NAME` shows the parameters of each, your own included.
 """
 

@@ -1,4 +1,5 @@
 import pytest
+from tests.messages import raises
 
 from trainwright.config import RunConfig
 from trainwright.config.sections import Section
@@ -182,3 +183,27 @@ def test_keep_best_accepts_declared_sets_and_those_that_code_may_build(settings)
 def test_only_one_axis_can_be_the_remaining_ranks():
     text = rejection_of({"runtime": {"mesh": {"fsdp": -1, "tensor": -1}}})
     assert text == ("runtime.mesh.tensor: only one axis can be -1, got fsdp and tensor. Set the others to a number.")
+
+
+@pytest.mark.parametrize("kind", ["trainer", "trainers/mine.py:Mine"])
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("learning_rate", "trainer.optimizer.lr"),
+        ("per_device_train_batch_size", "trainer.micro_batch_size"),
+        ("num_train_epochs", "trainer.max_epochs"),
+        ("save_total_limit", "checkpoint.keep_last"),
+        ("accumulate_grad_batches", "trainer.gradient_accumulation_steps"),
+    ],
+)
+def test_options_of_other_trainers_are_rejected_with_the_setting(in_tmp, kind, name, setting):
+    (in_tmp / "run.yaml").write_text(f"trainer:\n  type: {kind}\n  {name}: 1\n")
+    with raises(ConfigError, f"trainer.{name}", setting, at="run.yaml:3"):
+        RunConfig.load(in_tmp / "run.yaml")
+
+
+def test_a_user_s_trainer_may_have_options_that_built_in_ones_reject(in_tmp):
+    (in_tmp / "run.yaml").write_text("trainer:\n  type: trainers/mine.py:Mine\n  weight_decay: 0.5\n")
+    assert RunConfig.load(in_tmp / "run.yaml").trainer.weight_decay == 0.5
+    with raises(ConfigError, "trainer.weight_decay", "trainer.optimizer.weight_decay"):
+        RunConfig.load(in_tmp / "run.yaml", ["trainer.type=trainer"])

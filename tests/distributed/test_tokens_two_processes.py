@@ -31,6 +31,14 @@ def test_sharded_ranks_make_the_same_step(folder):
         assert sharded[name] == pytest.approx(replicated[name], rel=1e-5)
 
 
+def test_a_configured_loss_with_class_weights_is_that_of_one_process(folder, tmp_path):
+    scores = {"type": "tests.distributed.token_cases:Scores"}
+    (one,) = token_cases.train(tmp_path, "weighted", scores, loss=token_cases.WEIGHTED, micro_batch_size=8)
+    for axis in token_cases.AXES:
+        (two,) = token_cases.read_log(folder, f"weighted-{axis}")
+        assert (two["loss"], two["grad_norm"]) == pytest.approx((one["loss"], one["grad_norm"]), rel=1e-5), axis
+
+
 def test_an_update_without_labels_changes_nothing_on_either_rank(folder):
     assert [json.loads((folder / f"unchanged-{rank}.json").read_text()) for rank in range(2)] == [[True, True]] * 2
     for axis in token_cases.AXES:

@@ -83,6 +83,20 @@ class WithCriterion(nn.Module):
         return {"logits": self.table(input_ids).transpose(1, 2)}
 
 
+class Scores(nn.Module):
+    """The same, without a loss: trainer.loss computes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 50)
+
+    def forward(self, input_ids):
+        return self.table(input_ids).transpose(1, 2)
+
+
+WEIGHTED = {"type": "cross_entropy", "weight": [1.0 + number % 5 for number in range(50)]}
+
+
 def build(folder, name, model, *overrides, rows=None, **trainer):
     forget_groups()
     path = folder / f"{name}.yaml"
@@ -149,6 +163,9 @@ def main(folder):
     """What two ranks show: the first step of every model, and an update without labels."""
     for number, (kind, settings) in enumerate(MODELS.items()):
         train(folder, f"model-{number}", {"type": kind, **settings})
+    for axis in AXES:
+        scores = {"type": "tests.distributed.token_cases:Scores"}
+        train(folder, f"weighted-{axis}", scores, f"runtime.mesh={{{axis}: 2}}", loss=WEIGHTED)
     train(folder, "sharded", {"type": "llama", **SIZES}, "runtime.mesh={fsdp: 2}")
     optimizer = {"type": "adamw", "lr": 0.1, "weight_decay": 0.1}
     unchanged = [step_on_nothing(folder, f"empty-{axis}", optimizer, f"runtime.mesh={{{axis}: 2}}")[0] for axis in AXES]

@@ -106,7 +106,7 @@ def test_a_model_called_outside_a_trainer_returns_a_plain_mean():
     assert int(model.count_targets(rows.labels)) == int((rows.labels[:, 1:] != -100).sum())
 
 
-def test_a_criterion_that_is_no_plain_mean_and_a_forward_of_the_user_s_own_have_no_count():
+def test_a_sum_and_a_forward_of_the_user_s_own_have_no_count_and_class_weights_are_summed():
     class Mine(Bert):
         def forward(self, input_ids, labels):
             return {"loss": super().forward(input_ids, labels)["loss"] * 2}
@@ -114,7 +114,9 @@ def test_a_criterion_that_is_no_plain_mean_and_a_forward_of_the_user_s_own_have_
     labels = token_cases.Rows().labels
     model = Bert(**SIZES)
     assert model.count_targets(labels) is not None
-    model.criterion = torch.nn.CrossEntropyLoss(weight=torch.ones(50))
+    model.criterion = torch.nn.CrossEntropyLoss(weight=torch.full((50,), 0.5))
+    assert model.count_targets(labels) == 0.5 * (labels != -100).sum()
+    model.criterion = torch.nn.CrossEntropyLoss(reduction="sum")
     assert model.count_targets(labels) is None
     assert Mine(**SIZES).count_targets(labels) is None
 

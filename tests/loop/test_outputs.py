@@ -157,7 +157,7 @@ def test_a_users_criterion_keeps_its_error_and_notes_what_it_got():
     model.criterion = Own()
     with pytest.raises(RuntimeError, match="shapes") as caught:
         read(LOGITS, model=model)
-    assert caught.value.__notes__ == ["The model's criterion got outputs [2, 2] float32 and labels [2] int64."]
+    assert caught.value.__notes__ == ["The model's criterion, Own, got outputs [2, 2] float32 and labels [2] int64."]
 
 
 def test_a_lack_of_memory_in_a_criterion_is_left_alone():

@@ -326,3 +326,49 @@ def test_what_a_folder_cannot_do_is_blamed_on_who_chose_the_folder(project):
     config = RunConfig.load(project / "run.yaml", ["model.pretrained=published"])
     with raises(ConfigError, "override model.pretrained=", "AutoModelForCausalLM"):
         build_model_section(config.model, project_dir=project, origin=config.origin)
+
+
+OWN_ARGUMENTS = """
+from torch import nn
+
+class Reserved(nn.Module):
+    def __init__(self, width=1, pretrained=None, freeze=None, **further):
+        super().__init__()
+        self.given = {"width": width, "pretrained": pretrained, "freeze": freeze, **further}
+
+class OneMapping(nn.Module):
+    def __init__(self, args, width=1):
+        super().__init__()
+        self.given = args
+"""
+
+
+def given_to(project, section):
+    (project / "models").mkdir(exist_ok=True)
+    (project / "models" / "own_arguments.py").write_text(OWN_ARGUMENTS)
+    (project / "run.yaml").write_text(f"seed: 1\nmodel: {section}\n")
+    config = RunConfig.load(project / "run.yaml")
+    assert RunConfig.from_dict(config.to_dict()) == config
+    return build_model_section(config.model, project_dir=project, origin=config.origin)[0].given
+
+
+def test_args_passes_reserved_names_and_builds_nothing_in_them(project):
+    section = "{type: own_arguments.Reserved, width: 2, args: {pretrained: true, freeze: 3, x: {type: 'a:B'}}}"
+    assert given_to(project, section) == {"width": 2, "pretrained": True, "freeze": 3, "x": {"type": "a:B"}}
+
+
+def test_a_constructor_with_a_parameter_named_args_gets_the_mapping(project):
+    assert given_to(project, "{type: own_arguments.OneMapping, args: {depth: 3}}") == {"depth": 3}
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ("{type: own_arguments.Reserved, args: [1]}", ["model.args"]),
+        ("{type: own_arguments.Reserved, width: 1, args: {width: 2}}", ["model.args.width", "model.width"]),
+        ("{type: llama, preset: tiny, args: {dropot: 2}}", ["dropot"]),
+    ],
+)
+def test_wrong_args_are_located(project, section, said):
+    with raises(ConfigError, *said, at="run.yaml:2"):
+        given_to(project, section)

@@ -44,6 +44,8 @@ from trainwright.build.run import build_trainer, sets_of
 from trainwright.compile.host_sync import HostSyncMode, Sighting, watching
 from trainwright.compile.reports import Compilations, listening
 from trainwright.config import BatchPlan, Origin, RunConfig, known_data_ranks, resolve_batch
+from trainwright.data.collators import plain_mappings
+from trainwright.data.collators.fields import NamedFields
 from trainwright.data.fetch import count_samples, fetch, is_stream
 from trainwright.data.loader import EvalData, MadeBatches, TrainData
 from trainwright.data.stream_loader import EvalStream, StreamData
@@ -222,7 +224,7 @@ def check_batch(
         return False
     at_sample = at_sample or case.setting(label)
     try:
-        batch = collator(samples)
+        batch = plain_mappings(collator(samples))
     except Exception as error:
         difference = _first_difference(samples)
         if difference is None or line_of_traceback(error, case.users) is not None:
@@ -276,7 +278,8 @@ def _check_lists(batch: Any, collator: Callable[[list[Any]], Any], *, is_split: 
     lists = {name: value for name, value in fields if isinstance(value, (list, tuple))}
     numbers = [name for name, value in lists.items() if _has_only_numbers(value)]
     tensors = [name for name, value in lists.items() if any(isinstance(each, torch.Tensor) for each in value)]
-    function: Any = collator if hasattr(collator, "__code__") else type(collator).__call__
+    own = collator.collator if isinstance(collator, NamedFields) else collator
+    function: Any = own if hasattr(own, "__code__") else type(own).__call__
     location = line_of_return(function, case.users) or case.setting("data.collator", ["collator"])
     if numbers:
         problem = f"the collator returns lists of numbers instead of tensors for {_quoted(numbers)}."
@@ -762,7 +765,10 @@ def _check_data(assembly: Assembly, case: Case) -> set[str]:
         return {"train"}
     is_split = plan is not None and (plan.gradient_accumulation_steps > 1 or _has_automatic_size(case.config))
     batch_size = assembly.config.trainer.global_batch_size or 1
-    check = partial(check_batch, collator=parts["collator"], batch_size=batch_size, case=case)
+    collator = parts["collator"]
+    if assembly.trainer is not None and assembly.trainer.train_data is not None:
+        collator = assembly.trainer.train_data.collator  # with the names of data.fields
+    check = partial(check_batch, collator=collator, batch_size=batch_size, case=case)
     is_usable = makes_batches or check(parts["train_data"], label="data.train", is_split=is_split)
     unusable = set() if is_usable else {"train"}
     sets = (parts.get("eval_data") or {}).items()

@@ -22,7 +22,7 @@ from trainwright.analysis.explain import overridden
 from trainwright.build.components import Build
 from trainwright.build.data import limits, may_make_batches
 from trainwright.config import BatchPlan, Component, RunConfig, known_data_ranks, micro_batch_alone, resolve_batch
-from trainwright.data.collators import reject_lists
+from trainwright.data.collators import plain_mappings, reject_lists
 from trainwright.data.fetch import Collator, OnError, RowFailure, View, count_samples, is_stream
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.randomness import seed_generators
@@ -489,7 +489,7 @@ def build_sets(config: RunConfig) -> tuple[dict[str, RunSet], Collator]:
     task = trainer_class.build_task(build)
     build.take_task(task)
     task_builds = overrides(task, "build_dataset", Task)
-    collator = trainer_class.build_collator(build)
+    collator = build.name_fields(trainer_class.build_collator(build), trainer_class, None)
     train, evaluation = trainer_class.build_train_data(build), trainer_class.build_eval_data(build)
     test, data = build.test_data(), config.data
     uses_section = not (task_builds or overridden(trainer_class, "build_train_data", Trainer))
@@ -586,7 +586,7 @@ class RecordingCollator:
         if not self.is_active:
             return RecordedBatch(samples)
         try:
-            batch = self.collator(list(samples))
+            batch = plain_mappings(self.collator(list(samples)))
             reject_lists(batch)
         except Exception as error:
             return RecordedBatch(samples, error=error)

@@ -20,6 +20,7 @@ from trainwright.checkpoint.base_weights import hash_weights, weights_of
 from trainwright.checkpoint.run_folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig, resolve_batch
 from trainwright.config.problems import suggest
+from trainwright.data.collators.fields import NamedFields, reject_own_generator
 from trainwright.data.fetch import is_stream
 from trainwright.data.samplers import reject_distributed
 from trainwright.data.split import sizes_by_ratio, split
@@ -30,6 +31,7 @@ from trainwright.hooks.throughput import TimeSteps
 from trainwright.hooks.watchdog import Watchdog
 from trainwright.loop.hook import Hook
 from trainwright.loop.metrics import ConfiguredMetric, never_distributed, reject_no_metric, reject_rank_metric
+from trainwright.loop.outputs import ConfiguredLoss
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
 from trainwright.models.from_config import build_model_section, build_without_memory, is_as_shipped
@@ -49,9 +51,11 @@ from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
 from trainwright.registry.builtin import IN_CODE
 from trainwright.registry.trust import reject_untrusted
+from trainwright.trainers.classification import ClassificationTrainer
 from trainwright.user_code.constructors import check_constructor
 from trainwright.user_code.locations import is_user_code, location_of, parameters_of
 from trainwright.user_code.methods import reject_half_state, reject_wrong_methods
+from trainwright.user_code.signatures import first_argument
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -244,13 +248,9 @@ class Build:
     def collator(self) -> Callable[[list[Any]], Any]:
         """The `data.collator` section: an object, or a plain function of the samples."""
         self.used.add("data.collator")
-        label, section = "data.collator", self.config.data.collator
-        target = registry.find(
-            "collator", section.type, project_dir=self.project_dir, where=section.origin, label=label
+        collator: Callable[[list[Any]], Any] = self._make(
+            "collator", "data.collator", self.config.data.collator, num_inputs=1
         )
-        if _is_collate_function(target, section.arguments):
-            return partial(target, **section.arguments)
-        collator: Callable[[list[Any]], Any] = self._make("collator", label, section)
         return collator
 
     def hooks(self) -> list[Hook]:
@@ -274,6 +274,44 @@ class Build:
             self._make("writer", f"writers.{number}", each, folder=self._folder)
             for number, each in enumerate(self.config.writers)
         ]
+
+    def loss(self, device: torch.device) -> ConfiguredLoss | None:
+        """The `trainer.loss` section, on the device: a function of the outputs and the labels."""
+        self.used.add("trainer.loss")
+        section, label = self.config.trainer.loss, "trainer.loss"
+        if section is None:
+            return None
+        # A list in YAML; torch's losses accept tensors only.
+        weights = {
+            name: torch.tensor(section[name], dtype=torch.float32)
+            for name in ("weight", "pos_weight")
+            if isinstance(section.get(name), tuple)
+        }
+        plain = Component(section.type, **{key: each for key, each in section.arguments.items() if key not in weights})
+        loss = self._make("loss", label, plain.located_at(section.origin), num_inputs=2, **weights)
+        reject_loss(loss, label, self.config.origin)
+        if isinstance(loss, torch.nn.Module):
+            loss = loss.to(device)
+        return ConfiguredLoss(loss, section.origin)
+
+    def name_fields(
+        self, collator: Callable[[list[Any]], Any], trainer_class: type[Trainer], model: torch.nn.Module | None
+    ) -> Callable[[list[Any]], Any]:
+        """Returns the collator, which gets tuple samples with the names of `data.fields`.
+
+        Without the setting a classification trainer reads a pair as the model's first parameter and the label.
+        """
+        config = self.config
+        reject_own_generator(collator, where=config.origin("data.collator.seed"))
+        if config.data.fields is not None:
+            return NamedFields(collator, config.data.fields, where=config.origin("data.fields"))
+        if model is None or not issubclass(trainer_class, ClassificationTrainer):
+            return collator
+        if trainer_class.train_step is not Trainer.train_step:
+            return collator  # it may read a pair by itself
+        own = trainer_class.forward if trainer_class.forward is not Trainer.forward else type(model).forward
+        first = first_argument(own) or first_argument(type(model).forward)
+        return collator if first is None else NamedFields(collator, (first, "labels"), has_default_names=True)
 
     def component(self, section: str, model: torch.nn.Module | None = None) -> Any:
         """The object of one section by its dotted name; raises if the config has no such component."""
@@ -318,6 +356,8 @@ class Build:
         names |= {f"trainer.optimizers.{name}": name for name in trainer.optimizers}
         for label, name in names.items():
             builders[label] = lambda name=name: self.optimizers(cast(torch.nn.Module, model))[name]  # type: ignore[misc]
+        if trainer.loss is not None:
+            builders["trainer.loss"] = lambda: cast(ConfiguredLoss, self.loss(torch.device("cpu"))).function
         if trainer.schedule is not None:
             builders["trainer.schedule"] = lambda: self._schedule("trainer.schedule", trainer.schedule, model)
         for name, entry in trainer.optimizers.items():
@@ -687,13 +727,36 @@ class Build:
         return splits
 
 
-def _is_collate_function(target: Callable[..., Any], given: Mapping[str, Any]) -> bool:
-    """Returns True for a user's function with one argument that is not given: the list of samples."""
-    if not inspect.isfunction(target) or not is_user_code(target):
-        return False
-    named = inspect.signature(target).parameters.values()
-    missing = [each for each in named if each.default is each.empty and each.name not in given]
-    return len(missing) == 1 and missing[0].kind in (missing[0].POSITIONAL_ONLY, missing[0].POSITIONAL_OR_KEYWORD)
+def reject_loss(loss: Any, label: str, origin: registry.OriginOf) -> None:
+    """Rejects an object that cannot be `trainer.loss`, or whose value would depend on how a batch is split."""
+    kind = type(loss).__name__
+    if not callable(loss):
+        raise ConfigError(f"{label}: {kind} cannot be called with outputs and labels.", where=origin(label))
+    if not isinstance(loss, torch.nn.Module):
+        return
+    if any(True for _ in loss.parameters()):
+        raise ConfigError(
+            f"{label}: {kind} has parameters, which no optimizer would update. Make it a part of the model, as its "
+            "attribute criterion.",
+            where=origin(label),
+        )
+    required = [
+        name
+        for name, each in (parameters_of(loss.forward) or {}).items()
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    if len(required) > 2:
+        raise ConfigError(
+            f"{label}: {kind} needs {', '.join(required)}, but a loss gets the outputs and the labels. Compute it in "
+            "the trainer's forward.",
+            where=origin(label),
+        )
+    if getattr(loss, "reduction", "mean") != "mean":
+        raise ConfigError(
+            f"{label}.reduction: {loss.reduction} has no mean over a batch that is split into micro-batches or over "
+            "ranks. Use mean, or compute the loss in the trainer's forward, which may return Mean(total, count).",
+            where=origin(f"{label}.reduction"),
+        )
 
 
 def _share_out(

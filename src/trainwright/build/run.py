@@ -346,7 +346,7 @@ def assemble(
     parallelized = _build_model(trainer_class, task, build, backend, ranks)
     makes_batches = may_make_batches(trainer_class, config)
     batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training, makes_batches=makes_batches)
-    collator = trainer_class.build_collator(build)
+    collator = build.name_fields(trainer_class.build_collator(build), trainer_class, parallelized.model)
     dataset = trainer_class.build_train_data(build) if for_training else None
     if makes_batches and dataset is not None:
         makes_batches, batch = False, resolve_batch(config, ranks.mesh.num_data_ranks)
@@ -378,6 +378,7 @@ def assemble(
         heartbeat=heartbeat,
         capture=capture,
         metrics=build.metrics(task, backend.device),
+        loss=build.loss(backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
         base=_base_weights(parallelized.model, build, trainer_class, folder),
     )

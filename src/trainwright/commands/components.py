@@ -35,10 +35,15 @@ SECTIONS = {
     "writer": "writers",
     "metric": "evaluation.metrics.NAME",
     "task": "task",
+    "loss": "trainer.loss",
+    "transform": "data.train.transform",
+    "tokenizer": "data.collator.tokenizer",
 }
 """The setting of each kind of component in a run file."""
 
 _LISTS = ("hook", "writer")
+# The components that are arguments of another one, and an example of that one.
+_OUTER = {"transform": "torchvision.datasets:ImageFolder", "tokenizer": "transformers:DataCollatorWithPadding"}
 # evaluation.metrics reads these two: the output and the field of the batch that the metric gets.
 _METRIC_INPUTS = (Parameter("outputs", "'logits'", "str"), Parameter("labels", "'labels'", "str"))
 
@@ -182,7 +187,9 @@ def snippet(entry: Entry) -> str:
     """Returns the component as YAML in its section: required arguments blank, others in comments."""
     sections = SECTIONS[entry.kind].replace("NAME", entry.type.rpartition(".")[2].lower()).split(".")
     lines = [f"{'  ' * depth}{section}:" for depth, section in enumerate(sections)]
-    first = "  " * len(lines) + ("- " if entry.kind in _LISTS else "")
+    if entry.kind in _OUTER:
+        lines.insert(-1, f"{'  ' * (len(sections) - 1)}type: {yaml_text.write_inline(_OUTER[entry.kind])}")
+    first = "  " * len(sections) + ("- " if entry.kind in _LISTS else "")
     inner = " " * len(first)
     lines.append(f"{first}type: {yaml_text.write_inline(entry.type)}")
     parameters = _all_parameters(entry)

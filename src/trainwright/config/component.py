@@ -57,6 +57,11 @@ class Component(Frozen[Any]):
         return Frozen({key: value for key, value in self._values.items() if key not in left_out})
 
     @property
+    def verbatim(self) -> frozenset[str]:
+        """The names of arguments in which no nested component is built."""
+        return frozenset()
+
+    @property
     def reserved(self) -> Frozen[Any]:
         """The reserved keys that are set."""
         return Frozen({key: self._values[key] for key in self.reserved_keys if key in self._values})
@@ -131,7 +136,29 @@ class ModelSection(Component):
         "activation_checkpointing",
         "compile_repeated_blocks",
         "offload",
+        "args",
     )
+
+    @property
+    def arguments(self) -> Frozen[Any]:
+        """The arguments of the constructor: all keys except `type` and the reserved ones, and those in `args`."""
+        return Frozen({**super().arguments, **self._values.get("args", {})})
+
+    @property
+    def verbatim(self) -> frozenset[str]:
+        """The names in `args`, whose values are passed as they are written."""
+        return frozenset(self._values.get("args", ()))
+
+    @classmethod
+    def _read(cls, value: Any) -> Component:
+        section = super()._read(value)
+        args = section.get("args", {})
+        if not isinstance(args, Mapping):
+            raise reject(("args",), f"must be a mapping of arguments by name; got {describe(args)}.", args)
+        twice = [name for name in args if name in section and name not in cls.reserved_keys]
+        if twice:
+            raise reject(("args", twice[0]), f"model.{twice[0]} is set as well. Remove one of the two.", args)
+        return section
 
 
 def _rebuild(cls: type[Component], values: dict[str, Any], origin: Origin | None) -> Component:

@@ -22,6 +22,8 @@ from trainwright.config.problems import Problem, describe, explain, nearest, rai
 from trainwright.config.python_files import as_settings, as_yaml_value
 from trainwright.config.sections import (
     BUILT_IN_TRAINERS,
+    OPTIONS_ELSEWHERE,
+    TRAINER_KEYS_ELSEWHERE,
     AnomaliesSection,
     CheckpointSection,
     Components,
@@ -234,7 +236,11 @@ def _check_trainer_keys(trainer: Any) -> list[Problem]:
     problems = []
     for key in (key for key in trainer if key not in known):
         match = nearest(key, known, cutoff=_MISSPELLING)
-        if trainer.get("type", "trainer") in BUILT_IN_TRAINERS:
+        is_built_in = trainer.get("type", "trainer") in BUILT_IN_TRAINERS
+        elsewhere = TRAINER_KEYS_ELSEWHERE.get(key) or (OPTIONS_ELSEWHERE.get(key) if is_built_in else None)
+        if elsewhere is not None:
+            problems.append(Problem(("trainer", key), f"has no effect here. Set {elsewhere}."))
+        elif is_built_in:
             text = f"there is no such setting. {suggest(key, known)} Only a trainer of your own has further options."
             problems.append(Problem(("trainer", key), text))
         elif match is not None:

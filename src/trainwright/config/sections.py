@@ -188,6 +188,17 @@ class ProcessSection(Component):
         return section
 
 
+def _field_names(value: Any) -> Any:
+    """Validate the names of a tuple's elements."""
+    names = _tuple(value)
+    if not isinstance(names, tuple) or not names or not all(isinstance(each, str) and each for each in names):
+        raise reject((), f"must be a list of names, such as [pixel_values, labels]; got {describe(value)}.", value)
+    twice = [name for number, name in enumerate(names) if name in names[:number]]
+    if twice:
+        raise reject((), f"{twice[0]} is there twice. Give each element its own name.", value)
+    return names
+
+
 class DataSection(Section):
     """Datasets, and how samples become batches."""
 
@@ -203,6 +214,9 @@ class DataSection(Section):
     """A function that is applied to each row once; the result is cached on disk and shared between runs."""
     collator: Component = Field(default_factory=lambda: Component("stack"))
     """Converts a list of samples to a batch."""
+    fields: Annotated[tuple[str, ...], BeforeValidator(_field_names)] | None = None
+    """The names of the elements of samples that are tuples, such as [pixel_values, labels]; None: samples have names,
+    or are pairs for a classification trainer."""
     num_workers: Annotated[Whole, Field(ge=0)] = 0
     """Processes that load data; 0: the run's process loads."""
     loader: Annotated[Frozen[Any], BeforeValidator(_loader_arguments)] = Field(default_factory=Frozen)
@@ -250,6 +264,59 @@ class OptimizerSection(Section):
 BUILT_IN_TRAINERS = ("trainer", "language_model", "masked_language_model", "classification", "sequence_to_sequence")
 
 
+TRAINER_KEYS_ELSEWHERE: Mapping[str, str] = {
+    "learning_rate": "trainer.optimizer.lr",
+    "adam_beta1": "trainer.optimizer.betas",
+    "adam_beta2": "trainer.optimizer.betas",
+    "adam_epsilon": "trainer.optimizer.eps",
+    "optim": "trainer.optimizer.type",
+    "lr_scheduler_type": "trainer.schedule.type",
+    "lr_scheduler_kwargs": "trainer.schedule",
+    "num_train_epochs": "trainer.max_epochs",
+    "num_epochs": "trainer.max_epochs",
+    "epochs": "trainer.max_epochs",
+    "train_batch_size": "trainer.global_batch_size",
+    "batch_size": "trainer.global_batch_size",
+    "per_device_train_batch_size": "trainer.micro_batch_size",
+    "per_device_eval_batch_size": "evaluation.batch_size",
+    "eval_batch_size": "evaluation.batch_size",
+    "accumulate_grad_batches": "trainer.gradient_accumulation_steps",
+    "gradient_clip_val": "trainer.max_grad_norm",
+    "label_smoothing_factor": "trainer.loss, such as {type: cross_entropy, label_smoothing: 0.1}",
+    "logging_steps": "log.every_steps",
+    "log_every_n_steps": "log.every_steps",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep_last",
+    "load_best_model_at_end": "checkpoint.keep_best",
+    "metric_for_best_model": "checkpoint.keep_best.metric",
+    "greater_is_better": "checkpoint.keep_best.mode",
+    "eval_steps": "evaluation.every_steps",
+    "val_check_interval": "evaluation.every_steps",
+    "limit_val_batches": "evaluation.max_batches",
+    "dataloader_num_workers": "data.num_workers",
+    "dataloader_pin_memory": "data.loader.pin_memory",
+    "dataloader_prefetch_factor": "data.loader.prefetch_factor",
+    "group_by_length": "data.group_by_length",
+    "fp16": "runtime.precision: fp16",
+    "bf16": "runtime.precision: bf16",
+    "torch_compile": "runtime.mode: compile",
+    "gradient_checkpointing": "model.activation_checkpointing",
+    "report_to": "writers",
+    "run_name": "name",
+    "output_dir": "output_dir, next to trainer",
+}
+"""Options of Hugging Face's and Lightning's trainers, and the settings of the same meaning. As options of a user's
+trainer they are rejected too, because nothing would read them."""
+OPTIONS_ELSEWHERE: Mapping[str, str] = {
+    "weight_decay": "trainer.optimizer.weight_decay",
+    "warmup_steps": "trainer.schedule.warmup_steps",
+    "warmup_ratio": "trainer.schedule.warmup_steps",
+    "momentum": "trainer.optimizer.momentum",
+    "label_smoothing": "trainer.loss, such as {type: cross_entropy, label_smoothing: 0.1}",
+}
+"""Further ones, which a user's trainer may have as its own options."""
+
+
 class TrainerSection(Section):
     """How the model is updated. Further keys are options of a user's trainer."""
 
@@ -275,6 +342,9 @@ class TrainerSection(Section):
     the maximum."""
     gradient_accumulation_steps: Count | None = None
     """Forwards per update on one rank; None: derived, or 1."""
+    loss: Component | None = None
+    """The loss of a model that returns none: a function of the outputs and the labels, such as
+    torch.nn:CrossEntropyLoss; None: the model's loss or its `criterion`."""
     max_grad_norm: Positive | None = None
     """Maximum norm of the gradients, which are scaled down to it; None: no limit."""
     max_grad_value: Positive | None = None

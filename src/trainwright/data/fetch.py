@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
+from trainwright.data.collators import plain_mappings, returns_dicts
 from trainwright.data.order import Order, chain_seed
 from trainwright.data.randomness import SEEDERS, DrawDetector, preserve_generators, seed_generators
 from trainwright.errors import DataError
@@ -249,6 +250,7 @@ class SampleFetcher(Dataset[Any]):
         self._sample_seeds, self._batch_seeds = chain_seed(seed, _SAMPLE_STREAM), chain_seed(seed, _BATCH_STREAM)
         self._skips_errors = skips_errors
         self._detector = DrawDetector()
+        self._returns_dicts = returns_dicts(collator)
         self._collator_may_draw = not getattr(collator, "draws_nothing", False)
         self._may_draw = self._collator_may_draw or not draws_nothing(dataset)
         self._drawn_by_samples: frozenset[str] = frozenset()
@@ -287,13 +289,15 @@ class SampleFetcher(Dataset[Any]):
                 num_samples = 0 if span.is_stand_in else len(samples)
                 samples = samples or self._find_stand_in(span)
                 try:
-                    if not self._collator_may_draw:
-                        return Fetched(self.collator(samples), num_samples, tuple(failures))
-                    batch, is_seeded = self._collate_seeded(span, samples)
+                    if self._collator_may_draw:
+                        batch, is_seeded = self._collate_seeded(span, samples)
+                    else:
+                        batch, is_seeded = self.collator(samples), True
                 except Exception as error:
                     self._explain_none(error, samples, indices, failures)
                     raise
                 if is_seeded:
+                    batch = batch if self._returns_dicts else plain_mappings(batch)
                     return Fetched(batch, num_samples, tuple(failures))
 
     def describe(self, span: Span) -> str:

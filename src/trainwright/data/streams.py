@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
+from trainwright.data.collators import plain_mappings, returns_dicts
 from trainwright.data.fetch import Collator, Fetched, RowFailure, StreamBrokenError, draws_nothing, make_in_project
 from trainwright.data.order import chain_seed, mix_seed, permute
 from trainwright.data.randomness import preserve_generators, seed_generators
@@ -344,6 +345,7 @@ class LaneFetcher(Dataset[Any]):
         self._lanes: dict[int, Lane] = {}
         self._ended: set[int] = set()
         self._stand_in: Any = None
+        self._returns_dicts = returns_dicts(collator)
         self._collator_may_draw = not getattr(collator, "draws_nothing", False)
         self._may_draw = self._collator_may_draw or not draws_nothing(stream)
 
@@ -388,7 +390,7 @@ class LaneFetcher(Dataset[Any]):
         for lane in self._lanes.values():
             lane.cursors = []
         return Fetched(
-            batch,
+            batch if self._returns_dicts else plain_mappings(batch),
             num_samples=len(found.samples),
             failures=tuple(found.failures),
             cursors=cursors,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainwright.errors import DataError
+from trainwright.errors import ConfigError, DataError
 
 BYTES = "bytes"
 """The built-in tokenizer's name: 256 byte values, then the four tokens of BYTES_SPECIAL."""
@@ -56,6 +56,28 @@ def load_tokenizer(
     return TextTokenizer(name_or_path, project_dir=project_dir, add_special_tokens=add_special_tokens)
 
 
+def auto_tokenizer(path: str, *, project_dir: str | os.PathLike[str] | None = None, **options: Any) -> Any:
+    """Returns the tokenizer of transformers for a folder or a name, for collators of transformers.
+
+    A relative folder starts at the folder of the run file. `options` are arguments of AutoTokenizer.from_pretrained.
+    Code in the folder is never run: name a tokenizer class of your own instead.
+    """
+    if options.get("trust_remote_code"):
+        raise ConfigError(
+            "trust_remote_code: the tokenizer auto runs no code of its folder. Name the class by its import path or "
+            "its file instead, as the type."
+        )
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "A tokenizer of type auto needs transformers, which is not installed. Install it: pip install "
+            "'trainwright[transformers]'."
+        ) from error
+    folder = Path(project_dir or ".") / Path(path).expanduser()
+    return AutoTokenizer.from_pretrained(str(folder) if folder.is_dir() else path, **options)
+
+
 def tokenizer_of(owner: Any) -> Any:
     """Returns the tokenizer of a dataset or collator, or of the first of its sources that has one; else None."""
     if owner is None or isinstance(owner, str | Path):
@@ -65,7 +87,7 @@ def tokenizer_of(owner: Any) -> Any:
         return found
     sources = getattr(owner, "sources", None)
     inner = [*sources.values()] if isinstance(sources, Mapping) else []
-    inner += [getattr(owner, name, None) for name in ("source", "dataset")]
+    inner += [getattr(owner, name, None) for name in ("source", "dataset", "collator")]
     return next((one for one in map(tokenizer_of, inner) if one is not None), None)
 
 

@@ -70,7 +70,7 @@ def find_tokenizer(config: RunConfig) -> Any:
             if found is not None:
                 return found
         collator = registry.instantiate(
-            "collator", config.data.collator, label="data.collator", project_dir=project_dir
+            "collator", config.data.collator, label="data.collator", project_dir=project_dir, num_inputs=1
         )
         found = tokenizer_of(collator)
         if found is not None:

@@ -1,7 +1,7 @@
 """What a forward may return, and how it is read in training and evaluation.
 
-`loss`, `(loss, metrics)`, a mapping with `loss`, or an object with `.loss`. If the loss is None, the model's
-`criterion` computes it from the outputs and the labels.
+`loss`, `(loss, metrics)`, a mapping with `loss`, or an object with `.loss`. If the loss is None, `trainer.loss` or the
+model's `criterion` computes it from the outputs and the labels. `metrics` in a mapping are logged as those of a pair.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from trainwright.errors import DataError, TrainwrightError
+from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.memory.out_of_memory import is_out_of_memory
@@ -23,8 +23,20 @@ from trainwright.user_code.locations import definition_of, is_user_file
 Loss = torch.Tensor | Mean
 
 
+_ELEMENTWISE = (torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss)
+"""Losses that broadcast outputs and labels of different shapes, with only a warning."""
+
+
 class CriterionError(TrainwrightError):
-    """The model's criterion cannot be computed from these outputs and labels; the cause says why."""
+    """The loss cannot be computed from these outputs and labels; the cause says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredLoss:
+    """`trainer.loss`: a function of the outputs and the labels, and where it is set."""
+
+    function: Callable[[Any, Any], Any]
+    where: object | None = None
 
 
 @dataclass(slots=True)
@@ -99,16 +111,24 @@ def _explain_dtypes(error: RuntimeError, batch: Any, model: torch.nn.Module) -> 
     ) from error
 
 
-def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:
-    """Reads what `forward` returned; raises for other forms than those above."""
+def read_forward(
+    returned: Any, batch: Any, model: torch.nn.Module, num_samples: int, configured: ConfiguredLoss | None = None
+) -> ForwardResult:
+    """Reads what `forward` returned; raises for other forms than those above. `configured` is `trainer.loss`."""
     if isinstance(returned, Mean):
+        if configured is not None:
+            _reject_second_loss(configured, model)
         return ForwardResult(returned, num_samples)
     if isinstance(returned, torch.Tensor):
-        if returned.ndim == 0 or getattr(model, "criterion", None) is None:
+        if returned.ndim == 0 or (configured is None and getattr(model, "criterion", None) is None):
+            if configured is not None:
+                _reject_second_loss(configured, model)
             _reject_scores(returned, batch, model)
             return ForwardResult(_one_number(returned), num_samples)
-        return _with_criterion({"output": returned}, batch, model, num_samples)
+        return _with_criterion({"output": returned}, batch, model, num_samples, configured)
     if isinstance(returned, tuple) and not hasattr(returned, "loss"):
+        if configured is not None:
+            _reject_second_loss(configured, model)
         return read_pair(returned, num_samples)
     if isinstance(returned, Mapping):
         outputs = {name: value for name, value in returned.items() if name != "loss"}
@@ -121,11 +141,17 @@ def read_forward(returned: Any, batch: Any, model: torch.nn.Module, num_samples:
             f"forward returned {_describe(returned)}. Return a loss, (loss, metrics), a mapping with `loss`, "
             "or an object with `.loss`."
         )
+    # A model of transformers may have an output of that name; it is no mapping.
+    metrics = dict(outputs.pop("metrics")) if isinstance(outputs.get("metrics"), Mapping) else {}
     if loss is None:
-        return _with_criterion(outputs, batch, model, num_samples)
+        result = _with_criterion(outputs, batch, model, num_samples, configured)
+        result.metrics = metrics
+        return result
+    if configured is not None:
+        _reject_second_loss(configured, model)
     if isinstance(loss, Mean):
-        return ForwardResult(loss, num_samples, outputs=outputs)
-    return ForwardResult(_one_number(loss), num_samples, outputs=outputs, count=count_targets(model, batch))
+        return ForwardResult(loss, num_samples, metrics, outputs)
+    return ForwardResult(_one_number(loss), num_samples, metrics, outputs, count_targets(model, batch))
 
 
 def count_targets(model: torch.nn.Module, batch: Any) -> torch.Tensor | None:
@@ -167,8 +193,14 @@ def read_pair(returned: tuple[Any, ...], num_samples: int) -> ForwardResult:
     return ForwardResult(loss if isinstance(loss, Mean) else _one_number(loss), num_samples, dict(metrics))
 
 
-def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Module, num_samples: int) -> ForwardResult:
-    criterion = getattr(model, "criterion", None)
+def _with_criterion(
+    outputs: Mapping[str, Any],
+    batch: Any,
+    model: torch.nn.Module,
+    num_samples: int,
+    configured: ConfiguredLoss | None,
+) -> ForwardResult:
+    criterion = getattr(model, "criterion", None) if configured is None else configured.function
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     scores = outputs.get("logits")
     if scores is None and len(outputs) == 1:
@@ -182,7 +214,14 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
         raise TrainwrightError(
             "forward returned no loss, and none can be computed: there is no "
             f"{' and no '.join(filter(None, missing))}. "
-            "Return a loss, or add a criterion to the model and labels to the batch."
+            "Return a loss, or set trainer.loss, such as {type: cross_entropy}, and add labels to the batch."
+        )
+    if type(criterion) in _ELEMENTWISE and scores.shape != labels.shape:
+        raise CriterionError(
+            f"{_name_of(criterion, configured)} would compare every output with every label: outputs {_shown(scores)} "
+            f"and labels {_shown(labels)} have different shapes, and torch broadcasts them. Let forward give outputs "
+            "of the shape of the labels, such as outputs.squeeze(-1).",
+            where=None if configured is None else configured.where,
         )
     try:
         loss = criterion(scores, labels)
@@ -190,17 +229,34 @@ def _with_criterion(outputs: Mapping[str, Any], batch: Any, model: torch.nn.Modu
         if type(error) not in (RuntimeError, ValueError) or is_out_of_memory(error):
             raise  # an error of the device, not of shapes
         pair = f"outputs {_shown(scores)} and labels {_shown(labels)}"
+        name = _name_of(criterion, configured)
         if type(criterion).__module__.partition(".")[0] != "torch":
             # A user's criterion: the traceback shows its line, and this its inputs.
-            error.add_note(f"The model's criterion got {pair}.")
+            error.add_note(f"{name} got {pair}.")
             raise
         reason = str(error).rstrip(".")
         raise CriterionError(
-            f"The model's criterion, {type(criterion).__name__}, cannot compare {pair}: {reason}. Let forward give "
-            "outputs of the shape and the dtype that it takes, or choose another criterion."
+            f"{name} cannot compare {pair}: {reason}. Let forward give outputs of the shape and the dtype that it "
+            "takes, or choose another criterion.",
+            where=None if configured is None else configured.where,
         ) from error
     count = count_labels(criterion, labels) if isinstance(labels, torch.Tensor) else None
-    return ForwardResult(_one_number(loss), num_samples, outputs=outputs, count=count)
+    return ForwardResult(
+        loss if isinstance(loss, Mean) else _one_number(loss), num_samples, outputs=outputs, count=count
+    )
+
+
+def _name_of(criterion: Any, configured: ConfiguredLoss | None) -> str:
+    kind = getattr(criterion, "__name__", type(criterion).__name__)
+    return f"The model's criterion, {kind}," if configured is None else f"trainer.loss: {kind}"
+
+
+def _reject_second_loss(configured: ConfiguredLoss, model: torch.nn.Module) -> NoReturn:
+    raise ConfigError(
+        f"trainer.loss: has no effect, because forward returns a loss already ({type(model).__name__}). Remove it, or "
+        "let the model return its outputs without a loss.",
+        where=configured.where,
+    )
 
 
 def reject_ignored_labels(forwards: Iterable[Callable[..., Any]]) -> None:
@@ -224,8 +280,9 @@ def _reject_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -
     if returned.numel() > 1 and isinstance(batch, Mapping) and "labels" in batch:
         raise TrainwrightError(
             f"forward returned {_describe(returned)}, and {type(model).__name__} has no criterion. If these are "
-            "scores, give the model one (self.criterion = nn.CrossEntropyLoss()), which gets them and the batch's "
-            "labels. If they are the losses of single samples, reduce them with .mean(), or return Mean(total, count)."
+            "scores, set trainer.loss, such as {type: cross_entropy}, or give the model a criterion (self.criterion = "
+            "nn.CrossEntropyLoss()), which gets them and the batch's labels. If they are the losses of single samples, "
+            "reduce them with .mean(), or return Mean(total, count)."
         )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from trainwright.backends.private_torch import constant_in_compiled_code
 from trainwright.errors import DataError
-from trainwright.user_code.signatures import accepts_argument, reject_mismatch
+from trainwright.user_code.signatures import accepts_argument, first_argument, reject_mismatch
 
 
 class Task:
@@ -38,7 +38,8 @@ class Task:
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"The batch is a {type(batch).__name__}, but model(**batch) needs a mapping. "
-                "Return a dict from the collator, or override Task.forward(model, batch) or Trainer.train_step."
+                f"{advise_fields(batch, type(model).forward)} a dict from the collator, or override "
+                "Task.forward(model, batch) or Trainer.train_step."
             )
         forward = type(model).forward
         if "labels" in batch and not _accepts_labels(forward):
@@ -72,6 +73,17 @@ class Task:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`; see `Trainer.load_state_dict`."""
+
+
+def advise_fields(batch: Any, forward: Callable[..., Any]) -> str:
+    """Returns the start of an advice that ends with `return a dict`: how to name the elements of tuple samples."""
+    if not isinstance(batch, (tuple, list)) or not batch:
+        return "Return"
+    names = getattr(batch, "_fields", None)
+    if names is None and len(batch) <= 2:
+        names = (first_argument(forward) or "inputs", "labels")[: len(batch)]
+    example = "a name for each" if names is None else f"[{', '.join(names)}]"
+    return f"If the samples are tuples, name their {len(batch)} elements with data.fields: {example}. Otherwise return"
 
 
 @constant_in_compiled_code

@@ -44,6 +44,7 @@ from trainwright.compile.regions import (
     user_files_of,
 )
 from trainwright.config import BatchPlan, CheckpointSection, EvaluationSection, LogSection, RunConfig
+from trainwright.data.collators import plain_mappings
 from trainwright.data.loader import MadeBatches
 from trainwright.data.order import chain_seed
 from trainwright.data.stream_loader import EvaluationData, StreamData, TrainingData
@@ -66,11 +67,18 @@ from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.hook import HOOK_EVENTS, Hook, HookCalls, call_each
 from trainwright.loop.metrics import ConfiguredMetric, MetricNames
-from trainwright.loop.outputs import ForwardResult, explain_failure, full_loss, read_forward, reject_ignored_labels
+from trainwright.loop.outputs import (
+    ConfiguredLoss,
+    ForwardResult,
+    explain_failure,
+    full_loss,
+    read_forward,
+    reject_ignored_labels,
+)
 from trainwright.loop.outside_model import reject_outside, user_attributes
 from trainwright.loop.state import Batch, RunState, count_samples, num_rows, reject_graph, split_batch
 from trainwright.loop.stop_signal import StopRequest, StopSignal
-from trainwright.loop.task import Task, overrides
+from trainwright.loop.task import Task, advise_fields, overrides
 from trainwright.loop.update import StepResult, Update, Updater
 from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
 from trainwright.parallel.collectives import Ranks
@@ -139,6 +147,7 @@ class TrainerContext:
     heartbeat: Heartbeat
     capture: Capture
     metrics: list[ConfiguredMetric] = field(default_factory=list)
+    loss: ConfiguredLoss | None = None
     test_data: EvaluationData | None = None
     base: BaseWeights | None = None
 
@@ -236,6 +245,7 @@ class Trainer:
         self.num_micro_batches = context.batch_plan.gradient_accumulation_steps
         """The micro-batches of a step on this rank."""
         self._max_micro_batches: int | None = None
+        self._loss = context.loss
         self._state = RunState()
         self._batch = Batch(None, 0)
         self._window_logs: dict[str, Any] = {}
@@ -601,6 +611,7 @@ class Trainer:
         may have any number of samples; the ranks then agree on the size of the update and on the number of
         micro-batches. Raises StopIteration if another rank has none.
         """
+        value = plain_mappings(value)
         num_samples = count_samples(value, fetched)
         if fetched is None:
             value = next(iter(self.backend.to_device(iter([value]))))
@@ -631,7 +642,7 @@ class Trainer:
                 else:
                     with self.gather_mixed:
                         returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
-                    result = read_forward(returned, batch, self.model, num_samples)
+                    result = read_forward(returned, batch, self.model, num_samples, self._loss)
                     if self._has_shards:
                         result.loss = full_loss(result.loss)
                     self.add_metrics(result, batch)
@@ -651,7 +662,10 @@ class Trainer:
     def forward_batch(self, batch: Any) -> Any:
         """Called instead of `forward` with a batch that is not a mapping."""
         if overrides(self, "forward", Trainer):
-            raise DataError(f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}.")
+            raise DataError(
+                f"forward(**batch) needs a mapping, but the batch is a {type(batch).__name__}. "
+                f"{advise_fields(batch, type(self).forward)} a dict from the collator."
+            )
         return self.read_outputs(self.task.forward(self.model, batch), batch)
 
     def _read_stage_outputs(self, outputs: Any, micro_batch: Batch) -> ForwardResult:
@@ -659,7 +673,7 @@ class Trainer:
         batch = micro_batch.value
         try:
             returned = self.read_outputs(outputs, batch)
-            result = read_forward(returned, batch, self.model, micro_batch.num_samples)
+            result = read_forward(returned, batch, self.model, micro_batch.num_samples, self._loss)
             self.add_metrics(result, batch)
         except (IndexError, RuntimeError) as error:
             explain_failure(error, batch, self.model)
@@ -1540,7 +1554,7 @@ class Trainer:
     def _compute(self, batch: Any) -> RegionOutputs:
         """The region to compile: the forward, its loss and metrics. A plain loss gets its weight outside."""
         returned = self.forward(**batch) if isinstance(batch, Mapping) else self.forward_batch(batch)
-        result = read_forward(returned, batch, self.model, 0)
+        result = read_forward(returned, batch, self.model, 0, self._loss)
         self.add_metrics(result, batch)
         outputs = result.outputs
         if self._has_shards:

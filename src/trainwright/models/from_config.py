@@ -147,7 +147,7 @@ def build_model_section(
     Randomly initialized parameters (a head that the pretrained files lack, those of a replacement) are trained also
     with adapters, which freeze the rest: frozen, they would stay noise.
     """
-    reserved = section.reserved
+    reserved, origin = section.reserved, _origin_in_args(section, origin)
     pretrained = _read_pretrained(reserved.get("pretrained"), project_dir, origin)
     rules = _rules(reserved["replace"], origin) if "replace" in reserved else {}
     restore_generators = _save_generators()
@@ -157,8 +157,7 @@ def build_model_section(
     if dtype is not None and pretrained is not None:
         pretrained, dtype = replace(pretrained, dtype=dtype, has_dtype=True), None
     elif dtype is not None and (is_transformers_class(target) or "dtype" in (parameters_of(target) or ())):
-        given = Component(section.type, **section.arguments, dtype=str(dtype).removeprefix("torch."))
-        component, dtype = given.located_at(section.origin), None
+        component, dtype = _with_args(section, dtype=str(dtype).removeprefix("torch.")), None
     readers = [rule.type for rule in rules.values() if _asks_for_replaced(rule, project_dir)]
     # A user's file may draw while it is imported, which happens only once in a process.
     restore_generators()
@@ -279,7 +278,29 @@ def _find(section: ModelSection, project_dir: Path) -> tuple[ModelSection, Any]:
     if _is_shipped_kind(target) and section.get("preset", "") is None:
         kept = ModelSection.from_mapping({key: value for key, value in section.items() if key != "preset"})
         section = kept.located_at(section.origin)  # type: ignore[assignment]  # the same class
+    own = (parameters_of(target) or {}).get("args")
+    if "args" in section and own is not None and own.kind is not own.VAR_POSITIONAL:
+        # A constructor such as Net(args) gets the mapping itself.
+        bare = ModelSection.from_mapping({key: value for key, value in section.items() if key != "args"})
+        section = _with_args(bare.located_at(section.origin), args=section["args"])
     return section, target
+
+
+def _origin_in_args(section: ModelSection, origin: registry.OriginOf) -> registry.OriginOf:
+    """Returns a function that also finds the arguments that are written in `model.args`."""
+
+    def origin_of(setting: str) -> Any:
+        first = setting.removeprefix("model.").partition(".")[0]
+        is_in_args = first not in section and first in section.verbatim
+        return origin(setting.replace("model.", "model.args.", 1) if is_in_args else setting)
+
+    return origin_of
+
+
+def _with_args(section: Component, **arguments: Any) -> ModelSection:
+    """Returns the section with further arguments, whatever names are reserved."""
+    values = {**section, "args": {**section.get("args", {}), **arguments}}
+    return ModelSection.from_mapping(values).located_at(section.origin)  # type: ignore[return-value]  # the same class
 
 
 def _build_pretrained(

@@ -95,6 +95,14 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "bleu": "trainwright.loop.named_metrics:BLEU",
         "rouge": "trainwright.loop.named_metrics:ROUGE",
     },
+    "loss": {
+        "cross_entropy": "torch.nn.modules.loss:CrossEntropyLoss",
+        "bce_with_logits": "torch.nn.modules.loss:BCEWithLogitsLoss",
+        "mse": "torch.nn.modules.loss:MSELoss",
+        "l1": "torch.nn.modules.loss:L1Loss",
+    },
+    "transform": {"timm": "trainwright.data.transforms:timm_transform"},
+    "tokenizer": {"auto": "trainwright.data.tokenizer:auto_tokenizer"},
     "task": {"task": "trainwright.loop.task:Task"},
 }
 
@@ -104,5 +112,5 @@ IN_CODE = ("in_code:", "in_code_with_model:")
 The name of the class follows. The second prefix says that the class builds the model.
 """
 
-KIND_FOLDERS: Mapping[str, str] = {kind: f"{kind}s" for kind in BUILT_INS}
+KIND_FOLDERS: Mapping[str, str] = {kind: "losses" if kind == "loss" else f"{kind}s" for kind in BUILT_INS}
 """Each kind of component, and the folder next to the YAML file with the project's components of that kind."""

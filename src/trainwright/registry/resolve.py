@@ -6,6 +6,7 @@ plugins.py lists the names that installed packages declare.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -14,20 +15,21 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 from trainwright.config import Component, Origin
 from trainwright.config.frozen import thaw
-from trainwright.config.problems import did_you_mean
+from trainwright.config.problems import did_you_mean, nearest
 from trainwright.config.python_files import folder_package
 from trainwright.config.yaml_text import absolute
-from trainwright.errors import ComponentError, TrainwrightError
+from trainwright.errors import ComponentError, ConfigError, TrainwrightError
 from trainwright.registry.builtin import BUILT_INS, IN_CODE, KIND_FOLDERS
 from trainwright.registry.plugins import Plugin, find_plugin, forget_installed, installed
 from trainwright.tracebacks import shown_path
-from trainwright.user_code.locations import is_standard_library, is_user_file, location_of, parameters_of
+from trainwright.user_code.locations import is_standard_library, is_user_code, is_user_file, location_of, parameters_of
 
 PROJECT_PACKAGE = "trainwright_project"
 """The package of the project's folder: its files import each other relatively, without a sys.path entry."""
@@ -75,21 +77,28 @@ def find(
 
     A class must be a subclass of `base`. Builtins and the standard library are rejected: nothing there is a component.
     """
-    _check_kind(kind)
-    folder = absolute(project_dir)
-    enter_project(folder)
-    try:
-        target = _find(kind, type_name, folder)
-    except ComponentError as error:
-        if error.where is not None or (where is None and not label):
-            raise
-        raise _labelled(error.problem, label and f"{label}.type", where) from error.__cause__
+    target = _find_located(kind, type_name, project_dir, where=where, label=label)
     if not callable(target):
         raise _labelled(f"{type_name} is a {type(target).__name__}, not a class or a function.", label, where)
     problem = _why_no_component(kind, target, base)
     if problem is not None:
         raise _labelled(f"{type_name} {problem}", label and f"{label}.type", where)
     return target  # type: ignore[no-any-return]  # callable, as just checked
+
+
+def _find_located(
+    kind: str, type_name: str, project_dir: str | os.PathLike[str], *, where: object | None, label: str
+) -> Any:
+    """Return what `type_name` names, in this project; errors mention `where` and the setting."""
+    _check_kind(kind)
+    folder = absolute(project_dir)
+    enter_project(folder)
+    try:
+        return _find(kind, type_name, folder)
+    except ComponentError as error:
+        if error.where is not None or (where is None and not label):
+            raise
+        raise _labelled(error.problem, label and f"{label}.type", where) from error.__cause__
 
 
 def project_folder() -> Path | None:
@@ -160,18 +169,30 @@ def instantiate(
     label: str,
     origin_of: OriginOf | None = None,
     base: type | None = None,
+    num_inputs: int = 0,
     **provided: Any,
 ) -> Any:
-    """Find the component's class, check its arguments and call it.
+    """Find the component's class, check its arguments, build the components among them and call it.
 
     The class receives those of `provided` that its signature accepts; arguments of the config take precedence. With
-    `origin_of`, errors name the line or the override of the argument in question.
+    `origin_of`, errors name the line or the override of the argument in question. A user's function that needs
+    `num_inputs` further arguments is not called: it is itself the collator, the transform or the loss.
     """
     where = component.origin
     target = find(kind, component.type, project_dir=project_dir, where=where, label=label, base=base)
     arguments = thaw(component.arguments)
-    names = (*provided, "project_dir")
+    inputs = _inputs(target, arguments)
+    is_function = num_inputs > 0 and len(inputs) == num_inputs
+    names = (*provided, "project_dir", *(inputs if is_function else ()))
     check_arguments(target, arguments, label=label, where=where, provided=names, origin_of=origin_of)
+    inner = {name: value for name, value in provided.items() if name == "run_seed"}
+    nested = _Nested(kind, project_dir, where, origin_of, inner)
+    arguments = {
+        name: value if name in component.verbatim else nested.build(value, name, f"{label}.{name}")
+        for name, value in arguments.items()
+    }
+    if is_function:
+        return functools.partial(target, **arguments)
     by_name, accepts_any = _keyword_parameters(target)
     accepted = {name: value for name, value in provided.items() if accepts_any or name in by_name}
     if "project_dir" in by_name:
@@ -187,6 +208,74 @@ def instantiate(
         locations = [origin_of(f"{label}.{name}") for name in arguments] if origin_of is not None else []
         overridden = next((location for location in locations if location is not None and location.is_override), None)
         raise _labelled(problem, label, overridden or where) from error
+
+
+@dataclass(frozen=True)
+class _Nested:
+    """Builds the components among the arguments of a component of this kind."""
+
+    kind: str
+    project_dir: str | os.PathLike[str]
+    where: Any
+    origin_of: OriginOf | None
+    provided: Mapping[str, Any]
+
+    def build(self, value: Any, name: str, label: str) -> Any:
+        """Return a plain value with every mapping that names a component replaced by its object, in lists too.
+
+        Short names are those of the kind that the argument `name` is named after (`transform`, `target_transform`,
+        `transforms`) and of the outer component's kind. A mapping whose `type` is neither such a name nor a path is
+        the user's own value.
+        """
+        if isinstance(value, list):
+            return [self.build(item, name, f"{label}.{number}") for number, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        kind = self._kind_of(value.get("type"), name)
+        if kind is None:
+            return {key: self.build(item, str(key), f"{label}.{key}") for key, item in value.items()}
+        where = self.where if self.origin_of is None else self.origin_of(f"{label}.type")
+        component = Component.from_mapping(value).located_at(where)
+        found = _find_located(kind, component.type, self.project_dir, where=where, label=label)
+        if not callable(found) and not inspect.ismodule(found):  # a constant, such as torch:float32
+            if component.arguments:
+                problem = f"{component.type} is a {type(found).__name__}, which has no arguments. Remove them."
+                raise _labelled(problem, label, where)
+            return found
+        options: dict[str, Any] = {"project_dir": self.project_dir, "origin_of": self.origin_of, **self.provided}
+        try:
+            return instantiate(kind, component, label=label, num_inputs=1, **options)
+        except ConfigError as error:
+            if error.where is not None:
+                raise
+            raise _labelled(error.problem, label, where) from error.__cause__
+
+    def _kind_of(self, type_name: Any, argument: str) -> str | None:
+        """Return the kind in which a nested `type` is searched; None if it names no component."""
+        if not isinstance(type_name, str) or not type_name:
+            return None
+        last = argument.rpartition("_")[2]
+        kinds = [kind for kind, folder in KIND_FOLDERS.items() if last in (kind, folder)]
+        kinds += [self.kind]
+        for kind in kinds:
+            names = [*BUILT_INS[kind], *_registered[kind], *installed(kind)]
+            if type_name in names or nearest(type_name, names, cutoff=0.8) is not None:
+                return kind  # a misspelt one is not found, and the error suggests the name
+        stem, dot, _ = type_name.partition(".")
+        if ":" not in type_name and (not dot or not all(part.isidentifier() for part in type_name.split("."))):
+            return None
+        folders = {kind: absolute(self.project_dir) / KIND_FOLDERS[kind] for kind in kinds}
+        return next((kind for kind, folder in folders.items() if (folder / f"{stem}.py").is_file()), kinds[0])
+
+
+def _inputs(target: Any, given: Mapping[str, Any]) -> list[str]:
+    """Return the positional arguments that a user's function needs in addition to those that are given."""
+    if not inspect.isfunction(target) or not is_user_code(target):
+        return []
+    named = inspect.signature(target).parameters.values()
+    missing = [each for each in named if each.default is each.empty and each.name not in given]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in missing] if all(each.kind in positional for each in missing) else []
 
 
 def _find(kind: str, type_name: str, folder: Path) -> Any:

@@ -14,7 +14,9 @@ from trainwright.loop.trainer import Trainer
 
 
 class ClassificationTrainer(Trainer):
-    """Adds `accuracy` if the forward returns `logits` [..., classes] and the batch has `labels` [...].
+    """Adds `accuracy` if the forward returns `logits` [..., classes], or only scores, and the batch has `labels` [...].
+
+    Samples may be pairs: the first element is the model's first parameter, the second one the label.
 
     Labels of −100 are ignored, as in the loss. Labels of another shape (soft labels, one score per sample) have no
     accuracy.
@@ -24,7 +26,8 @@ class ClassificationTrainer(Trainer):
 
     def add_metrics(self, result: ForwardResult, batch: Any) -> None:
         """Adds the accuracy, without leaving the device."""
-        logits: Any = (result.outputs or {}).get("logits")
+        outputs = result.outputs or {}
+        logits: Any = outputs.get("logits", next(iter(outputs.values())) if len(outputs) == 1 else None)
         labels: Any = batch.get("labels") if isinstance(batch, Mapping) else None
         if _are_classes(logits, labels):
             correct = (logits.detach().argmax(-1) == labels).sum()

@@ -18,6 +18,14 @@ def accepts_argument(forward: Callable[..., Any], name: str) -> bool:
     return parameters is None or name in parameters or _accepts_any(parameters.values())
 
 
+def first_argument(method: Callable[..., Any]) -> str | None:
+    """Returns the name of a method's first parameter after `self` that can be given by name; None if it has none."""
+    parameters = list((parameters_of(method) or {}).values())[1:]
+    if not parameters or parameters[0].kind is not parameters[0].POSITIONAL_OR_KEYWORD:
+        return None
+    return parameters[0].name
+
+
 @cache
 def reject_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None:
     """Rejects a batch with keys that a method does not accept, or without those that it requires."""

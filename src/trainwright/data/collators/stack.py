@@ -41,6 +41,12 @@ class Stack:
                 batch[name] = _stack(list(map(itemgetter(name), samples)), repr(name))
             return batch
         if type(first) in (tuple, list):
+            lengths = sorted({len(sample) for sample in samples})
+            if len(lengths) > 1:
+                raise DataError(
+                    f"The samples of a batch have different numbers of elements: {' and '.join(map(str, lengths))}. "
+                    "Return equally many for all samples, or write a collator (data.collator)."
+                )
             columns = enumerate(zip(*samples, strict=True))
             return type(first)(_stack(list(column), str(number)) for number, column in columns)
         return _stack(samples, "")
@@ -51,6 +57,12 @@ def _stack(values: list[Any], field: str) -> Any:
         # default_collate walks its type tables for every field of every batch; tensors are by far the common case.
         return torch.stack(values) if isinstance(values[0], torch.Tensor) else default_collate(values)
     except (RuntimeError, TypeError) as error:
+        if hasattr(values[0], "convert") and hasattr(values[0], "mode"):  # a PIL image, without importing PIL
+            raise DataError(
+                f"The samples of a batch cannot be stacked: field {field} is a PIL image, not a tensor. Set the "
+                "dataset's transform, such as {type: torchvision.transforms:ToTensor}, or use the collator image "
+                "(data.collator), which converts and resizes."
+            ) from error
         shapes = {str(tuple(value.shape)) if hasattr(value, "shape") else type(value).__name__ for value in values}
         raise DataError(
             f"The samples of a batch cannot be stacked: field {field} is {' and '.join(sorted(shapes))}. "

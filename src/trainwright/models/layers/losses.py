@@ -229,15 +229,18 @@ def _sum_of(sums: Mapping[str, Tensor], name: str, parameter: Tensor) -> Tensor:
 
 
 def count_labels(criterion: Any, labels: Tensor) -> Tensor | None:
-    """Returns the number of labels that a criterion averages over, on the device; None if it is not a plain mean.
+    """Returns the divisor of a criterion's mean, on the device; None for a mean over samples or an unknown criterion.
 
-    A mean with class weights is not: its divisor is the sum of the weights.
+    It is the number of labels that are not ignored or, with class weights, the sum of their weights.
     """
     is_mean = type(criterion) in (nn.CrossEntropyLoss, nn.NLLLoss) and criterion.reduction == "mean"
-    if not is_mean or criterion.weight is not None or labels.is_floating_point():
+    if not is_mean or labels.is_floating_point():
         return None
     counted: Tensor = labels != criterion.ignore_index
-    return counted.sum()
+    if criterion.weight is None:
+        return counted.sum()
+    weights: Tensor = criterion.weight[labels.where(counted, 0)]
+    return (weights * counted).sum()
 
 
 def class_criterion(num_labels: int) -> nn.Module:
