@@ -11,7 +11,7 @@ from typing import Any
 
 from trainwright.commands.components import SECTIONS
 from trainwright.commands.config import schema_of_runs
-from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.config.builtin import BUILT_INS, KIND_FOLDERS
 
 PAGE = Path(__file__).with_name("configuration.md")
 

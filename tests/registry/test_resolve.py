@@ -11,7 +11,7 @@ from tests.messages import mentions, raises
 from trainwright.config import Component, Origin
 from trainwright.errors import ComponentError, DataError
 from trainwright.registry import resolve as registry
-from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.config.builtin import BUILT_INS, KIND_FOLDERS
 from trainwright.registry.resolve import check_arguments, find, import_modules, instantiate, register
 
 

@@ -19,6 +19,7 @@ from trainwright.build.data import DatasetBuilder, add_location, may_make_batche
 from trainwright.checkpoint.base_weights import hash_weights, weights_of
 from trainwright.checkpoint.run_folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig, resolve_batch
+from trainwright.config.builtin import IN_CODE
 from trainwright.config.problems import suggest
 from trainwright.data.fetch import is_stream
 from trainwright.data.samplers import reject_distributed
@@ -47,7 +48,6 @@ from trainwright.optim.param_groups import (
 from trainwright.optim.torch_schedules import TorchSchedule, accepts_optimizer, missing_lengths
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
-from trainwright.registry.builtin import IN_CODE
 from trainwright.registry.trust import reject_untrusted
 from trainwright.user_code.constructors import check_constructor
 from trainwright.user_code.locations import is_user_code, location_of, parameters_of

@@ -14,12 +14,12 @@ from rich.text import Text
 
 from trainwright.commands.terminal import MISSING, Overrides, load_run, show_rows
 from trainwright.config import Component, Frozen, RunConfig, yaml_text
+from trainwright.config.builtin import BUILT_INS
 from trainwright.config.frozen import same, thaw
 from trainwright.config.json_schema import run_schema
 from trainwright.config.sections import Section
 from trainwright.config.yaml_text import KeyPath
 from trainwright.errors import ConfigError
-from trainwright.registry.builtin import BUILT_INS
 
 DEFAULT, OVERRIDE = "default", "override"
 _MAX_WIDTH = 60  # origins are in one column, but one long setting must not move all of them out of view

@@ -19,12 +19,12 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from trainwright.config import Component, Origin
+from trainwright.config.builtin import BUILT_INS, IN_CODE, KIND_FOLDERS
 from trainwright.config.frozen import thaw
 from trainwright.config.problems import did_you_mean
 from trainwright.config.python_files import folder_package
 from trainwright.config.yaml_text import absolute
 from trainwright.errors import ComponentError, TrainwrightError
-from trainwright.registry.builtin import BUILT_INS, IN_CODE, KIND_FOLDERS
 from trainwright.registry.plugins import Plugin, find_plugin, forget_installed, installed
 from trainwright.tracebacks import shown_path
 from trainwright.user_code.locations import is_standard_library, is_user_file, location_of, parameters_of
