@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.commands.components import SECTIONS
-from trainwright.commands.config import schema_of_runs
 from trainwright.config.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.config.json_schema import run_schema
 
 PAGE = Path(__file__).with_name("configuration.md")
 
@@ -64,7 +64,7 @@ it needs no argument, the type alone will do: `adamw`. The type is a built-in na
 
 def generate() -> str:
     """Return the whole page."""
-    schema = schema_of_runs()
+    schema = run_schema({kind: tuple(names) for kind, names in BUILT_INS.items()})
     definitions = schema["$defs"]
     parts = [INTRODUCTION, "## The file\n", _table(schema, definitions), MODEL_KEYS]
     parts += _sections(schema, definitions, "")

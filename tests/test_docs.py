@@ -20,8 +20,8 @@ from tests.forked_program import run_command, run_script
 
 from trainwright import cli
 from trainwright.commands.new import Kind, template_folder
-from trainwright.models.presets import presets
 from trainwright.config.builtin import BUILT_INS
+from trainwright.models.presets import presets
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)

@@ -106,6 +106,7 @@ class Build:
             project_dir=self.project_dir, seed=config.seed, process=config.data.process, origin_of=config.origin
         )
         registry.import_modules(config.imports, project_dir=self.project_dir, where=config.origin("imports"))
+        registry.reject_ambiguous(config.groups, project_dir=self.project_dir)
 
     # For the build_* methods of a Trainer.
 

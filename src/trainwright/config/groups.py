@@ -42,7 +42,10 @@ class Group(NamedTuple):
     path: KeyPath
     """The setting, without indices of lists."""
     name: str
+    file: str
+    """The group file, for messages."""
     where: Origin | None
+    """Where the name is written."""
 
 
 ReadFile = Callable[[Path], Node]
@@ -106,7 +109,7 @@ class GroupReader:
         file = self._find(node.value, path)
         if file is None:
             return node
-        group, kind = Group(path, node.value, node.origin), kind_at(path)
+        group, kind = Group(path, node.value, shown_path(file), node.origin), kind_at(path)
         if kind is not None and group.name in BUILT_INS[kind]:
             raise ambiguous(group, kind)
         self.used.append(group)
@@ -164,9 +167,8 @@ class GroupReader:
 
 def ambiguous(group: Group, kind: str) -> ConfigError:
     """Return the error about a name that is both a group file and a component."""
-    file = f"{FOLDER}/{'/'.join(map(str, group.path))}/{group.name}.yaml"
     advice = f"Rename the file, or write {{type: {group.name}}} for the {kind}."
-    problem = f'"{group.name}" is both the file {file} and the name of a component ({kind}).'
+    problem = f'"{group.name}" is both the file {group.file} and the name of a component ({kind}).'
     return ConfigError(f"{dotted(group.path)}: {problem} {advice}", where=group.where)
 
 

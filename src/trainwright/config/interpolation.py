@@ -108,8 +108,10 @@ class _Resolver:
     def _substitute(self, node: Node, path: KeyPath) -> Node:
         text: str = node.value
         origin = node.origin
-        if origin is not None and not origin.is_override:
-            shown = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 1]}…"
+        refers = any(mark[0] != "$${" for mark in _MARK.finditer(text))
+        if refers and origin is not None and not origin.is_override:
+            shown = " ".join(text.split())
+            shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[: _MAX_SHOWN - 1]}…"
             origin = origin._replace(given_as=shown)
         whole = _MARK.fullmatch(text)
         if whole is not None and whole["inner"] is not None:
