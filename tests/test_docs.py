@@ -70,7 +70,7 @@ class Reader:
     def write(self, text):
         name = re.match(r"# (\S+)\n", text)
         assert name, f"a block does not begin with its file's name: {text[:60]}"
-        Path(name[1]).parent.mkdir(exist_ok=True)
+        Path(name[1]).parent.mkdir(parents=True, exist_ok=True)
         Path(name[1]).write_text(text)
 
     def type(self, line):
