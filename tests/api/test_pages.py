@@ -195,6 +195,16 @@ CHECKS = {
         losses("averaged") == plain.losses != valid_losses("averaged") and valid_losses("averaged") != plain.valid
     ),
     "being told that it is done": lambda shown, plain: f"notified is done: {plain.valid[-1]:.3f}" in shown,
+    "several sizes and variants of one run": lambda shown, plain: (
+        (len(losses("longer")), len(losses("width-8")), len(losses("width-4"))) == (8, 8, 8)
+        and rates("longer")[0] == 3e-3
+        and rates("width-8")[0] == 1e-3
+        and valid_losses("width-8")
+        and not valid_losses("width-4")[:-1]
+    ),
+    "something that only one process does": lambda shown, plain: (
+        Path("notes.txt").read_text() == "written once\n" and losses("noted") == pytest.approx(plain.losses, rel=1e-5)
+    ),
     "which checkpoints are kept": lambda shown, plain: {4, 5, 6} <= kept("kept") < {1, 2, 3, 4, 5, 6},
     "on how many processes, and how the model is split": lambda shown, plain: (
         losses("two_processes") == pytest.approx(plain.losses, rel=1e-5)

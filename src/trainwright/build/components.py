@@ -51,7 +51,7 @@ from trainwright.registry import resolve as registry
 from trainwright.registry.trust import reject_untrusted
 from trainwright.user_code.constructors import check_constructor
 from trainwright.user_code.locations import is_user_code, location_of, parameters_of
-from trainwright.user_code.methods import reject_half_state, reject_wrong_methods
+from trainwright.user_code.methods import reject_half_state, reject_task_methods, reject_wrong_methods
 from trainwright.writers.writer import Writer
 
 logger = logging.getLogger(__name__)
@@ -374,6 +374,7 @@ class Build:
     def take_task(self, task: Task) -> None:
         """Sets the task whose `build_*` methods replace sections."""
         reject_half_state(type(task), Task)
+        reject_task_methods(type(task), Task)
         self._task = task
         self._data_task = task if overrides(task, "build_dataset", Task) else None
 
@@ -476,10 +477,13 @@ class Build:
                 raise ConfigError(f"{label}: {error.problem}", where=where) from error
             reject_no_metric(metric, label, self.config.origin(label))
             made.append(ConfiguredMetric(name, metric, outputs, labels, self.config.origin(label)))
-        for name, metric in task.build_metrics().items():
-            reject_no_metric(
-                metric, f"{type(task).__name__}.build_metrics, {name}", location_of(type(task).build_metrics)
-            )
+        label, where = f"{type(task).__name__}.build_metrics", location_of(type(task).build_metrics)
+        built = task.build_metrics()
+        if not isinstance(built, Mapping):
+            problem = f"{label} returned a {type(built).__name__}. Return a dict of metrics by name, or {{}}."
+            raise ConfigError(problem, where=where)
+        for name, metric in built.items():
+            reject_no_metric(metric, f"{label}, {name}", where)
             made.append(ConfiguredMetric(name, metric, "logits", "labels"))
         for each in made:
             reject_rank_metric(each, self.ranks.mesh.num_data_ranks)
