@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.commands.components import SECTIONS
-from trainwright.commands.config import schema_of_runs
-from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.config.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.config.json_schema import run_schema
 
 PAGE = Path(__file__).with_name("configuration.md")
 
@@ -28,6 +28,28 @@ An unknown key or a value of the wrong type is rejected with its line.
 - `trainwright config run.yaml --diff other.yaml` prints what differs between two runs.
 - `trainwright config --schema > run.schema.json` writes this reference for editors. With
   `# yaml-language-server: $schema=run.schema.json` as the first line of a run file they complete and check it.
+
+## Groups, references and removals
+
+**Groups.** A name in place of a section stands for a file: `trainer=lm-xl` on the command line, or `trainer: lm-xl`
+in a run file, is replaced by the contents of `configs/trainer/lm-xl.yaml`. The folder `configs` is next to the run
+file (or is its folder), or in the package. Nested settings have nested folders: `trainer.optimizer=adamw-big` is
+`configs/trainer/optimizer/adamw-big.yaml`, and an item of `hooks` is in `configs/hooks/`. A group replaces the
+whole section; later overrides change it. `extends: lm` inside a section or a group file starts from another group
+of the same folder. Paths such as `models/net.py:Net` are relative to the run file. A name that is both a group and
+a component raises: write `{type: adamw}` for the component.
+
+**References.** `${section.key}` is the value of another setting, after all files, groups and overrides are merged:
+`name: lm-${trainer.optimizer.lr}` follows an override of the rate. A value that consists of one reference has the
+type of the other setting, which may be a mapping or a list; within text it must be a number, a boolean or text.
+Settings that are not set have their defaults. `${env:NAME}` is the text of an environment variable and
+`${env:NAME,default}` has a default; variables that look like secrets are rejected, because `config.yaml` contains
+the resolved values. `$${` is a literal `${`. Within `{…}` and `[…]` YAML needs quotes around a reference, and so
+does a shell.
+
+**Removals.** `~trainer.schedule` on the command line removes a setting, so that its default applies, and `~hooks.0`
+an item of a list. In a file that extends others, the key `~schedule:` without a value does the same. A removal that
+finds nothing raises. zsh needs quotes: `'~trainer.schedule'`.
 """
 
 MODEL_KEYS = """\
@@ -66,7 +88,7 @@ argument may be a component itself, also in a list: `transform: {type: "torchvis
 
 def generate() -> str:
     """Return the whole page."""
-    schema = schema_of_runs()
+    schema = run_schema({kind: tuple(names) for kind, names in BUILT_INS.items()})
     definitions = schema["$defs"]
     parts = [INTRODUCTION, "## The file\n", _table(schema, definitions), MODEL_KEYS]
     parts += _sections(schema, definitions, "")

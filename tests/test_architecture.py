@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from trainwright.config import builtin as built_ins
 from trainwright.config.sections import BUILT_IN_TRAINERS
-from trainwright.registry import builtin as built_ins
 from trainwright.registry import resolve as registry
 
 PACKAGE = Path(__file__).parents[1] / "src" / "trainwright"

@@ -20,8 +20,8 @@ from tests.forked_program import run_command, run_script
 
 from trainwright import cli
 from trainwright.commands.new import Kind, template_folder
+from trainwright.config.builtin import BUILT_INS
 from trainwright.models.presets import presets
-from trainwright.registry.builtin import BUILT_INS
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
@@ -70,7 +70,7 @@ class Reader:
     def write(self, text):
         name = re.match(r"# (\S+)\n", text)
         assert name, f"a block does not begin with its file's name: {text[:60]}"
-        Path(name[1]).parent.mkdir(exist_ok=True)
+        Path(name[1]).parent.mkdir(parents=True, exist_ok=True)
         Path(name[1]).write_text(text)
 
     def type(self, line):

@@ -40,6 +40,7 @@ def test_the_names_that_the_design_promises_are_there():
         "load_experiment",
         "training_main",
         "get_args",
+        "add_training_args",
         "train",
         "register",
         "run_experiment",

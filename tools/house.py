@@ -100,7 +100,7 @@ def net_lines(text: str) -> int:
 
 def small_files(sources: dict[str, str]) -> list[str]:
     """Lists short files that hold no registered component."""
-    from trainwright.registry.builtin import BUILT_INS
+    from trainwright.config.builtin import BUILT_INS
 
     targets = {target.partition(":")[0] for names in BUILT_INS.values() for target in names.values()}
     components = {f"{module.removeprefix('trainwright.').replace('.', '/')}.py" for module in targets}

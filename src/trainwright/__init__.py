@@ -24,6 +24,7 @@ _PUBLIC = {
     "Task": "trainwright.loop.task",
     "Trainer": "trainwright.loop.trainer",
     "Writer": "trainwright.writers.writer",
+    "add_training_args": "trainwright.api.arguments",
     "build_component": "trainwright.build.run",
     "build_trainer": "trainwright.build.run",
     "experiment": "trainwright.api.experiments",
@@ -41,6 +42,7 @@ _PUBLIC = {
 __all__ = [*_PUBLIC]  # noqa: PLE0604 # the table above is the one list of public names
 
 if TYPE_CHECKING:
+    from trainwright.api.arguments import add_training_args as add_training_args
     from trainwright.api.arguments import get_args as get_args
     from trainwright.api.experiments import experiment as experiment
     from trainwright.api.experiments import load_experiment as load_experiment

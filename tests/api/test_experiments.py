@@ -248,6 +248,7 @@ def test_a_run_config_keeps_the_lines_of_the_file_that_it_was_loaded_from(projec
         ("a.b=1, c=x,y", ["a.b=1", "c=x,y"]),
         ("a={type: lion, lr: 1e-4},c=[1, 2],d='x,y=1'", ["a={type: lion, lr: 1e-4}", "c=[1, 2]", "d='x,y=1'"]),
         ("{a: {b: 1}, c: 2}", ["{a: {b: 1}, c: 2}"]),
+        ("a.b=1,~c.d, ~e", ["a.b=1", "~c.d", "~e"]),
     ],
 )
 def test_overrides_in_one_word_are_split_at_their_commas(text, overrides):

@@ -10,8 +10,8 @@ from tests.api.function_runs import Classifier, Points, flags, lines, run
 from tests.messages import raises
 from torch.nn.functional import cross_entropy
 
-from trainwright import Every, get_args, train
-from trainwright.api.arguments import with_defaults
+from trainwright import Every, add_training_args, get_args, train
+from trainwright.api.arguments import OWN_FLAGS, UNSUPPORTED_FLAGS, attribute_of, flag_names, with_defaults
 from trainwright.api.training_main import FunctionData, Timers, config_of, read_ratios
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.events import EventStorage
@@ -32,14 +32,197 @@ def _in_tmp(in_tmp):
 # the flags
 
 
-def test_every_flag_of_swissarmytransformer_is_there():
-    wanted = """--train-iters --epochs --batch-size --lr --seed --zero-stage --checkpoint-activations
-        --checkpoint-num-layers --fp16 --bf16 --gradient-accumulation-steps --warmup --lr-decay-style --lr-decay-ratio
-        --weight-decay --save --save-interval --load --mode --eval-interval --eval-iters --eval-batch-size
-        --strict-eval --log-interval --train-data --train-data-weights --valid-data --test-data --split --num-workers
-        --experiment-name"""
-    names = {flag.removeprefix("--").replace("-", "_") for flag in wanted.split()}
-    assert names <= vars(get_args([])).keys()
+SAT_FLAGS = [
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--vocab-size",
+    "--max-sequence-length",
+    "--layernorm-order",
+    "--inner-hidden-size",
+    "--hidden-size-per-attention-head",
+    "--model-parallel-size",
+    "--skip-init",
+    "--use-gpu-initialization",
+    "--num-multi-query-heads",
+    "--is-gated-mlp",
+    "--is-rotary-emb",
+    "--layernorm-epsilon",
+    "--hidden-dropout",
+    "--attention-dropout",
+    "--drop-path",
+    "--make-vocab-size-divisible-by",
+    "--parallel-output",
+    "--experiment-name",
+    "--train-iters",
+    "--batch-size",
+    "--lr",
+    "--mode",
+    "--seed",
+    "--zero-stage",
+    "--checkpoint-activations",
+    "--checkpoint-num-layers",
+    "--checkpoint-skip-layers",
+    "--fp16",
+    "--bf16",
+    "--gradient-accumulation-steps",
+    "--profiling",
+    "--epochs",
+    "--log-interval",
+    "--summary-dir",
+    "--save-args",
+    "--lr-decay-iters",
+    "--lr-decay-style",
+    "--lr-decay-ratio",
+    "--warmup",
+    "--weight-decay",
+    "--save",
+    "--load",
+    "--force-train",
+    "--save-interval",
+    "--no-save-rng",
+    "--no-load-rng",
+    "--resume-dataloader",
+    "--distributed-backend",
+    "--local_rank",
+    "--exit-interval",
+    "--wandb",
+    "--wandb-project-name",
+    "--eval-batch-size",
+    "--eval-iters",
+    "--eval-interval",
+    "--strict-eval",
+    "--train-data",
+    "--train-data-weights",
+    "--iterable-dataset",
+    "--iterable-dataset-eval",
+    "--batch-from-same-dataset",
+    "--valid-data",
+    "--test-data",
+    "--split",
+    "--num-workers",
+    "--block-size",
+    "--prefetch-factor",
+    "--temperature",
+    "--top_p",
+    "--top_k",
+    "--num-beams",
+    "--length-penalty",
+    "--no-repeat-ngram-size",
+    "--min-tgt-length",
+    "--out-seq-length",
+    "--input-source",
+    "--output-path",
+    "--with-id",
+    "--max-inference-batch-size",
+    "--device",
+    "--tokenizer-type",
+    "--img-tokenizer-path",
+    "--deepspeed",
+    "--deepspeed_config",
+    "--deepscale",
+    "--deepscale_config",
+]
+"""The flags of sat/arguments.py and those that DeepSpeed adds to them."""
+
+
+@pytest.mark.parametrize("flag", SAT_FLAGS)
+def test_every_flag_of_swissarmytransformer_is_there_or_is_rejected_with_a_reason(flag):
+    if flag in {**OWN_FLAGS, **UNSUPPORTED_FLAGS}:
+        with raises(ConfigError, flag, at="test_functions.py"):
+            get_args([flag, "3"])
+    else:
+        assert flag.removeprefix("--").replace("-", "_") in vars(get_args([]))
+
+
+def test_the_lists_of_flags_do_not_overlap_and_name_no_unknown_flag():
+    assert len(SAT_FLAGS) == 89
+    assert not OWN_FLAGS.keys() & UNSUPPORTED_FLAGS.keys()
+    assert {*OWN_FLAGS, *UNSUPPORTED_FLAGS} <= {*SAT_FLAGS}
+    assert not {attribute_of(flag) for flag in (*OWN_FLAGS, *UNSUPPORTED_FLAGS)} & {*flag_names()}
+
+
+def test_flags_that_are_settings_are_mapped():
+    config = config_of(
+        flags("--train-iters", "4", "--lr-decay-iters", "4", "--num-workers", "2", "--prefetch-factor", "3", "--wandb")
+    )
+    assert config.data.loader == {"prefetch_factor": 3}
+    assert [writer.type for writer in config.writers] == ["console", "json", "wandb"]
+    config = config_of(flags("--train-iters", "4", "--wandb", "--wandb-project-name", "mine", "--profiling", "1"))
+    assert config.writers[-1].project == "mine"
+    assert config.hooks == ({"type": "profiler", "first": 1},)
+    plain = config_of(flags("--train-iters", "4"))
+    assert config_of(flags("--train-iters", "4", "--save-args", "--resume-dataloader")) == plain
+    assert (plain.hooks, plain.data.loader, len(plain.writers)) == ((), {}, 2)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--lr-decay-iters", "9"),
+        ("--checkpoint-skip-layers", "1"),
+        ("--wandb-project-name", "x"),
+        ("--prefetch-factor", "2"),
+    ],
+)
+def test_a_flag_without_effect_is_rejected(words):
+    with raises(ConfigError, words[0], at="test_functions.py"):
+        config_of(flags("--train-iters", "4", *words))
+
+
+def test_an_attribute_without_effect_is_rejected_but_not_one_of_the_users_model():
+    args = flags("--train-iters", "4")
+    args.num_layers, args.model_parallel_size = 7, 1
+    assert config_of(args).trainer.arguments.num_layers == 7
+    args.model_parallel_size = 2
+    with raises(ConfigError, "args.model_parallel_size", at="test_functions.py"):
+        config_of(args)
+
+
+def test_text_of_a_flag_is_not_a_reference():
+    args = flags("--train-iters", "1", "--experiment-name", "a${seed}")
+    args.template = "${x}"
+    config = config_of(args)
+    assert (config.name, config.trainer.arguments.template) == ("a${seed}", "${x}")
+
+
+def test_training_args_are_added_to_a_parser():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=8)
+    assert add_training_args(parser) is parser
+    parser.set_defaults(lr=0.5)
+    args = parser.parse_args(["--width", "3", "--train-iters", "2"])
+    assert (args.width, args.train_iters, args.lr) == (3, 2, 0.5)
+    assert "--train-iters" in parser.format_help()
+    config = config_of(argparse.Namespace(**{**vars(args), "device": "cpu"}))
+    assert (config.trainer.max_steps, config.trainer.optimizer.lr, config.trainer.arguments.width) == (2, 0.5, 3)
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+def test_get_args_uses_a_parser_with_flags_of_the_user(is_added):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--num-layers", type=int)
+    if is_added:
+        add_training_args(parser)
+    args = get_args(["--num-layers", "3", "--lr", "0.1"], parser=parser)
+    assert (args.num_layers, args.lr, args.rank) == (3, 0.1, 0)
+    with raises(ConfigError, "--num-layerz", '"--num-layers"', at="test_functions.py"):
+        get_args(["--num-layerz", "3"], parser=parser)
+
+
+def test_a_flag_that_the_parser_has_is_rejected():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
+    with raises(ConfigError, "--lr", "set_defaults", at="test_functions.py"):
+        add_training_args(parser)
+    with raises(ConfigError, "ArgumentParser", at="test_functions.py"):
+        add_training_args([])
+
+
+def test_the_local_rank_of_a_launcher_must_be_the_environment_s(monkeypatch):
+    assert get_args(["--local_rank", "0"]).local_rank == get_args(["--local-rank=0"]).local_rank == 0
+    with raises(ConfigError, "--local_rank", "1", "0", at="test_functions.py"):
+        get_args(["--local_rank", "1"])
 
 
 def test_get_args_parses_the_command_line_and_adds_rank_and_device(monkeypatch):
@@ -107,6 +290,20 @@ def test_a_namespace_made_by_hand_has_every_default():
 def test_what_yaml_cannot_hold_is_left_out_of_the_config_and_ranks_too():
     args = argparse.Namespace(**vars(flags("--train-iters", "1")), tokenizer=object(), sizes=[1, 2], deep={"a": None})
     assert dict(config_of(args).trainer.arguments) == {"train_data": ("24",), "sizes": (1, 2)}
+
+
+def test_skipped_layers_are_not_recomputed_and_change_no_loss():
+    words = ("--train-iters", "3", "--checkpoint-activations")
+    run(*words, "--experiment-name", "all")
+    run(*words, "--experiment-name", "first", "--checkpoint-skip-layers", "1")
+    assert [line["loss"] for line in lines("all")] == [line["loss"] for line in lines("first")]
+    with raises(ConfigError, "--checkpoint-skip-layers", "2"):
+        run(*words, "--experiment-name", "none", "--checkpoint-skip-layers", "2")
+
+
+def test_a_profile_is_written():
+    run("--train-iters", "4", "--profiling", "1")
+    assert list(Path("runs/run/profile").iterdir())
 
 
 # the data

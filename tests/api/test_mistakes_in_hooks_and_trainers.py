@@ -4,10 +4,11 @@ import pytest
 import torch
 from tests.api.function_runs import Classifier, Points
 from tests.api.mistakes import place, rejection
-from tests.messages import mentions
+from tests.messages import mentions, raises
 from torch.nn.functional import cross_entropy
 
 from trainwright import Hook, RunConfig, Task, Trainer, build_trainer, train
+from trainwright.errors import ConfigError
 from trainwright.hooks.callback import CallbackHook
 from trainwright.loop.hook import HookCalls
 
@@ -193,6 +194,17 @@ class OfTask(Complete):
     @classmethod
     def build_task(cls, build):
         return Measured()
+
+
+class OfGarden(Complete):
+    @classmethod
+    def build_task(cls, build):
+        return type("Listed", (Task,), {"build_metrics": lambda self, training=True: []})()  # a list
+
+
+def test_a_list_of_metrics_is_rejected_before_training():
+    with raises(ConfigError, "Listed.build_metrics", "dict", at="test_mistakes_in_hooks_and_trainers.py"):
+        build_trainer(settings(), OfGarden)
 
 
 def test_a_value_that_is_not_a_metric_is_rejected_before_training():

@@ -195,6 +195,17 @@ CHECKS = {
         losses("averaged") == plain.losses != valid_losses("averaged") and valid_losses("averaged") != plain.valid
     ),
     "being told that it is done": lambda shown, plain: f"notified is done: {plain.valid[-1]:.3f}" in shown,
+    "one of several variants of a section": lambda shown, plain: (
+        (len(losses("longer")), len(losses("gentle"))) == (8, 6)
+        and (rates("longer")[0], rates("gentle")[0]) == (1e-3, 3e-3)
+    ),
+    "a setting that follows another, and one less": lambda shown, plain: (
+        RunConfig.load("runs/width-4/config.yaml").trainer.global_batch_size == 4
+        and len(valid_losses("width-4")) == 1 < len(plain.valid)
+    ),
+    "something that only one process does": lambda shown, plain: (
+        Path("notes.txt").read_text() == "written once\n" and losses("noted") == pytest.approx(plain.losses, rel=1e-5)
+    ),
     "which checkpoints are kept": lambda shown, plain: {4, 5, 6} <= kept("kept") < {1, 2, 3, 4, 5, 6},
     "on how many processes, and how the model is split": lambda shown, plain: (
         losses("two_processes") == pytest.approx(plain.losses, rel=1e-5)

@@ -180,9 +180,21 @@ def fits(value, schema, root):
             extra = (
                 []
                 if not isinstance(value, dict)
-                else [value[key] for key in value.keys() - schema.get("properties", {})]
+                else [
+                    value[key]
+                    for key in value.keys() - schema.get("properties", {})
+                    if not any(re.search(pattern, key) for pattern in schema.get("patternProperties", ()))
+                ]
             )
             good = not extra if rule is False else rule is True or all(fits(each, rule, root) for each in extra)
+        elif word == "patternProperties":
+            items = value.items() if isinstance(value, dict) else ()
+            good = all(
+                fits(item, each, root)
+                for pattern, each in rule.items()
+                for key, item in items
+                if re.search(pattern, key)
+            )
         elif word == "propertyNames":
             good = not isinstance(value, dict) or all(fits(key, rule, root) for key in value)
         elif word == "not":
@@ -211,6 +223,12 @@ def is_of(value, name):
     return isinstance(value, kinds[name])
 
 
+GROUPS = {
+    "trainer/often.yaml": "max_steps: 3\n",
+    "checkpoint/often.yaml": "{every_steps: 1, keep_last: 2}\n",
+    "hooks/usual.yaml": "- ema\n",
+    "model/tiny.yaml": "type: llama\n",
+}
 GOOD = [
     RUN,
     BASE,
@@ -224,6 +242,10 @@ GOOD = [
     "data: {process: {type: clean.tokenize, version: b, num_workers: 0}}\n",
     "trainer: {max_steps: 1e3, optimizers: {a: {optimizer: sgd, match: x.*}, b: {optimizer: {type: sgd}}}}\n",
     "evaluation: {metrics: {accuracy: accuracy}}\ncheckpoint: {keep_best: {metric: valid/loss, mode: max}}\n",
+    "name: x-${seed}\nlog: {every_steps: '${checkpoint.every_steps}'}\nhooks: '${writers}'\n"
+    "runtime: {mesh: {fsdp: '${seed}'}}\n",
+    "trainer: often\ncheckpoint: {extends: often, every_steps: 3, ~keep_last: }\n",
+    "hooks: usual\nmodel: tiny\n",
 ]
 BAD = [
     "trainer: {max_step: 3}\n",
@@ -239,7 +261,10 @@ BAD = [
     "data: {process: {version: 1}}\n",
     "data: {process: {type: clean.tokenize, version: [1]}}\n",
     "data: {process: {type: clean.tokenize, num_workers: -1}}\n",
-    "hooks: every\n",
+    "hooks: {type: every}\n",
+    "trainer: {max_steps: x$}\n",
+    "trainer: {~max_steps: 3}\n",
+    "trainer: a/b\n",
     "seed: -1\n",
     "checkpoint: {keep_best: {mode: max}}\n",
     "nmae: x\n",
@@ -249,6 +274,9 @@ BAD = [
 @pytest.mark.parametrize("text", GOOD)
 def test_the_schema_accepts_what_load_accepts(project, text):
     (project / "this.yaml").write_text(text)
+    for name, contents in GROUPS.items():
+        (project / "configs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / "configs" / name).write_text(contents)
     RunConfig.load("this.yaml")
     assert fits(parse(text, lambda line: None).plain(), schema_of_runs(), schema_of_runs())
 
@@ -284,6 +312,24 @@ def test_editors_can_complete_the_built_in_components():
     kinds = schema_of_runs()["$defs"]
     assert "adamw" in kinds["optimizer"]["anyOf"][1]["anyOf"][0]["enum"]
     assert "digits" in kinds["dataset"]["anyOf"][0]["properties"]["type"]["anyOf"][0]["enum"]
+
+
+def test_groups_and_references_are_shown_with_their_origin(project):
+    for name, contents in GROUPS.items():
+        (project / "configs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / "configs" / name).write_text(contents)
+    (project / "this.yaml").write_text("name: lm-${seed}\nmodel: {type: x, text: '$${seed}'}\ncheckpoint: often\n")
+    done = ask("this.yaml", "trainer=often", "~checkpoint.keep_last", "seed=5")
+    assert done.exit_code == 0
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "name: lm-5 # this.yaml:1: lm-${seed}" in lines
+    assert "max_steps: 3 # configs/trainer/often.yaml:1" in lines
+    assert "every_steps: 1 # configs/checkpoint/often.yaml:1" in lines
+    assert "keep_last: 3 # default" in lines
+    assert "text: $${seed} # this.yaml:2" in lines
+    (project / "printed.yaml").write_text(done.stdout)
+    overrides = ["trainer=often", "~checkpoint.keep_last", "seed=5"]
+    assert RunConfig.load("printed.yaml") == RunConfig.load("this.yaml", overrides)
 
 
 # the reference

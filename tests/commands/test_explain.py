@@ -398,3 +398,12 @@ def test_wrong_rules_are_problems_and_do_not_stop_the_rest(llama, override, prob
     assert problem in line
     assert "1 part of this run cannot be found or used" in done.output
     assert "The loop" in done.output
+
+
+def test_the_group_files_of_a_run_are_listed(project):
+    folder = project / "configs" / "checkpoint"
+    folder.mkdir(parents=True)
+    (folder / "often.yaml").write_text("every_steps: 1\n")
+    text = "\n".join(render(explain(RunConfig.load("run.yaml", ["checkpoint=often"]))))
+    assert mentions(text, "checkpoint: often", "configs/checkpoint/often.yaml", "override checkpoint=often")
+    assert "Group files" not in "\n".join(render(explain(RunConfig.load("run.yaml"))))

@@ -123,3 +123,39 @@ def test_saving_leaves_the_earlier_file_when_it_fails(tmp_path, monkeypatch):
         files.save_document(target, {"seed": 2})
     assert target.read_text() == "seed: 1\n"
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_an_extending_file_removes_settings(tmp_path):
+    write(
+        tmp_path / "base.yaml",
+        "trainer:\n  max_steps: 3\n  schedule: {type: cosine, warmup_steps: 3}\n  optimizer: {type: sgd, lr: 1}\n",
+    )
+    run = write(tmp_path / "run.yaml", "extends: base.yaml\ntrainer:\n  ~schedule:\n  optimizer: {~lr: }\n")
+    config = RunConfig.load(run)
+    assert (config.trainer.max_steps, config.trainer.schedule) == (3, None)
+    assert config.trainer.optimizer == {"type": "sgd"}
+
+
+def test_a_removal_in_a_later_file_of_extends_applies_to_the_earlier_ones(tmp_path):
+    write(tmp_path / "base.yaml", "trainer: {max_steps: 3, max_grad_norm: 1.0}\n")
+    write(tmp_path / "free.yaml", "trainer: {~max_grad_norm: }\n")
+    config = RunConfig.load(write(tmp_path / "run.yaml", "extends: [base.yaml, free.yaml]\n"))
+    assert (config.trainer.max_steps, config.trainer.max_grad_norm) == (3, None)
+    with raises(ConfigError, "trainer.~max_grad_norm", at="free.yaml:1"):
+        RunConfig.load(tmp_path / "free.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("extends: base.yaml\ntrainer:\n  ~max_stepz:\n", 3),
+        ("extends: base.yaml\ntrainer:\n  ~max_steps: 3\n", 3),
+        ("~writers:\n", 1),
+        ("hooks:\n- {type: ema, ~decay: }\n", 2),
+        ("extends: base.yaml\ntrainer:\n  optimizer:\n    type: adamw\n    ~lr:\n", 5),
+    ],
+)
+def test_a_removal_without_effect_is_rejected(tmp_path, text, line):
+    write(tmp_path / "base.yaml", "trainer: {max_steps: 3, optimizer: {type: sgd, lr: 1}}\n")
+    with raises(ConfigError, "~", at=f"run.yaml:{line}"):
+        RunConfig.load(write(tmp_path / "run.yaml", text))

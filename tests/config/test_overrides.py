@@ -101,3 +101,38 @@ def test_any_yaml_value_arrives_at_its_path(path, value):
     for key in path:
         settings = settings[key]
     assert same(settings, value)
+
+
+@pytest.mark.parametrize(
+    ("override", "result"),
+    [
+        ("~a.b", {"a": {"c": [1, {"d": 2}]}}),
+        ("~a", {}),
+        ("~a.c.0", {"a": {"b": 1, "c": [{"d": 2}]}}),
+        ("~a.c.1.d", {"a": {"b": 1, "c": [1, {}]}}),
+    ],
+)
+def test_a_removal_removes_a_key_or_an_item(override, result):
+    assert overridden({"a": {"b": 1, "c": [1, {"d": 2}]}}, override) == result
+
+
+def test_removals_and_overrides_are_applied_in_order():
+    assert overridden({"a": {"b": 1}}, "~a.b", "a.c=2", "~a.c", "a.d=3") == {"a": {"d": 3}}
+
+
+@pytest.mark.parametrize(
+    ("override", "mentions"),
+    [
+        ("~a.bb", ("a.bb", '"b"')),
+        ("~x", ("x", "a")),
+        ("~a.b.c", ("a.b.c",)),
+        ("~a.l.7", ("a.l", "7")),
+        ("~a.b=1", ("~a.b", "a.b=1")),
+        ("~", ("~trainer.schedule",)),
+        ("~a..b", ("~trainer.schedule",)),
+        (".".join(["a"] * 100) + "=1", ("64",)),
+    ],
+)
+def test_a_wrong_removal_is_rejected_by_its_own_text(override, mentions):
+    with raises(ConfigError, *mentions, at=f"override {override}"):
+        overridden({"a": {"b": 1, "l": [1]}}, override)

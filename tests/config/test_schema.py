@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.messages import raises
 
 from trainwright.config import Component, RunConfig
+from trainwright.config.interpolation import escape_plain
 from trainwright.config.problems import Problem, describe, nearest, raise_all, suggest
 from trainwright.config.yaml_text import Origin
 from trainwright.errors import ConfigError
@@ -230,10 +231,11 @@ def test_importing_the_config_imports_no_torch():
 
 
 names = st.from_regex(r"[a-z][a-z0-9_-]{0,6}", fullmatch=True).filter(lambda name: name not in ("train", "type"))
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
+texts = st.text(max_size=6) | st.text("${}:.a", max_size=8)
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | texts
 arguments = st.dictionaries(
-    st.text(min_size=1, max_size=6).filter(lambda key: key != "type"),
-    st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2)),
+    st.text(min_size=1, max_size=6).filter(lambda key: key != "type" and not key.startswith("~")),
+    st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(names, inner, max_size=2)),
     max_size=3,
 )
 components = st.builds(lambda name, rest: {"type": name, **rest}, st.text(min_size=1), arguments)
@@ -275,7 +277,8 @@ whole_configs = st.fixed_dictionaries(
 )
 @given(whole_configs)
 def test_every_config_is_equal_after_save_and_load(tmp_path, plain):
-    config = RunConfig.from_dict(plain)
+    config = RunConfig.from_dict(escape_plain(plain))
+    assert config == RunConfig.from_dict({"name": config.name}).derive(plain)
     config.save(tmp_path / "saved.yaml")
     assert RunConfig.load(tmp_path / "saved.yaml") == config
     assert config.derive({}) == config == pickle.loads(pickle.dumps(config))

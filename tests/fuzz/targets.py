@@ -58,6 +58,14 @@ class Workshop:
             (Path(__file__).parents[1] / "project" / "run.yaml").read_bytes(),
             *(path.read_bytes() for path in sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))),
         ]
+        self.configs.append(
+            b"name: x-${seed}-${trainer.max_steps}\nextends: base.yaml\ntrainer: {extends: fast, ~max_grad_norm: }\n"
+            b"model: {type: llama, a: '${model.b}', b: [1, '${name}'], c: '${model.b}'}\nlog: '${checkpoint}'\n"
+        )
+        (self.project / "base.yaml").write_text("trainer: fast\nseed: 3\n")
+        self.group = self.project / "configs" / "trainer" / "fast.yaml"
+        self.group.parent.mkdir(parents=True)
+        self.group.write_text("max_steps: 3\nmax_grad_norm: 1.0\nglobal_batch_size: ${seed}\n")
         self.tokenizers = make_tokenizers(folder / "tokenizers")
         self.intact = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -131,8 +139,13 @@ def fuzz_config(shop: Workshop, rng: random.Random) -> None:
             ("model.type", "trainer.max_steps", "hooks", "data.train", "writers.0", "name", "a.b", "seed")
         )
         overrides.append(f"{word}={json.dumps(rng.choice(inputs.VALUES))}")
+        if rng.random() < 0.3:
+            overrides.append(rng.choice(("~model", "~trainer.max_steps", "~hooks.0", "trainer=fast", "name=${seed}x")))
     path = shop.project / rng.choice(("run.yaml", "config.yaml"))
-    with replaced({path: raw}):
+    files = {path: raw}
+    if rng.random() < 0.2:
+        files[shop.group] = inputs.change_yaml(shop.group.read_bytes(), rng)
+    with replaced(files):
         config = RunConfig.load(path, overrides, trust=False)
         reject_untrusted(config)
         config.to_yaml()

@@ -10,10 +10,10 @@ from tests.models.test_shipped_models import model_class
 from trainwright import RunConfig
 from trainwright.analysis.check import check_run
 from trainwright.build.components import Build
+from trainwright.config import builtin as built_ins
 from trainwright.errors import ConfigError
 from trainwright.models.llama import Llama
 from trainwright.models.presets import preset_settings, preset_sizes, presets
-from trainwright.registry import builtin as built_ins
 
 
 def test_every_preset_of_every_model_has_its_size():

@@ -14,10 +14,10 @@ from tests.models.parity import assert_close
 from torch import nn
 from torch.utils.data import Dataset
 
+from trainwright.config import builtin as built_ins
 from trainwright.errors import ConfigError
 from trainwright.models.model import Model
 from trainwright.models.pretrained import shared_names
-from trainwright.registry import builtin as built_ins
 
 IDS = torch.randint(1, 61, (8, 6), generator=torch.Generator().manual_seed(1))
 IMAGES = torch.rand(8, 1, 8, 8, generator=torch.Generator().manual_seed(1))

@@ -8,10 +8,10 @@ import pydantic
 import pytest
 from tests.messages import mentions, raises
 
-from trainwright.config import Component, Origin
-from trainwright.errors import ComponentError, DataError
+from trainwright.config import Component, Origin, RunConfig
+from trainwright.config.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.errors import ComponentError, ConfigError, DataError
 from trainwright.registry import resolve as registry
-from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
 from trainwright.registry.resolve import check_arguments, find, import_modules, instantiate, register
 
 
@@ -407,3 +407,25 @@ def test_a_package_that_lists_its_names_by_dir_alone_is_searched_too(tmp_path, m
     monkeypatch.syspath_prepend(tmp_path)
     with raises(ComponentError, "LlamaForCasualLM", "LlamaForCausalLM"):
         find("model", "lazy_package:LlamaForCasualLM", project_dir=tmp_path)
+
+
+# --- groups
+
+
+@pytest.mark.parametrize("name", ["tiny", "net.Net"])
+def test_a_group_with_the_name_of_a_component_of_the_user_is_rejected(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "configs" / "model" / f"{name}.yaml", "type: models/net.py:Net\n")
+    config = RunConfig.load(write(tmp_path / "run.yaml", f"seed: 1\nmodel: {name}\n"))
+    registry.reject_ambiguous(config.groups, project_dir=tmp_path)
+    register("model", "tiny")(pydantic.BaseModel)
+    write(tmp_path / "models" / "net.py", "class Net: pass\n")
+    with raises(ConfigError, "model", f"configs/model/{name}.yaml", at="run.yaml:2"):
+        registry.reject_ambiguous(config.groups, project_dir=tmp_path)
+
+
+def test_the_groups_of_a_setting_are_suggested(tmp_path):
+    write(tmp_path / "configs" / "trainer" / "optimizer" / "gentle.yaml", "type: adamw\n")
+    text = rejection_of(find, "optimizer", "gentel", project_dir=tmp_path, label="trainer.optimizer")
+    assert 'Did you mean "gentle"?' in text
+    assert "in configs/trainer/optimizer/: gentle;" in text

@@ -3,16 +3,18 @@
 import re
 
 import pytest
-from tests.messages import mentions
+from tests.messages import mentions, raises
 
-from trainwright import CallbackHook, Every, Hook, Trainer
+from trainwright import CallbackHook, Every, Hook, Task, Trainer
 from trainwright.errors import ConfigError
 from trainwright.loop.hook import HOOK_EVENTS, HookCalls
 from trainwright.user_code.methods import (
     ALTERNATIVES,
     HOOK_METHODS_ELSEWHERE,
     OVERRIDE_POINTS,
+    TASK_METHODS_ELSEWHERE,
     TRAINER_METHODS_ELSEWHERE,
+    reject_task_methods,
     reject_wrong_methods,
 )
 
@@ -177,3 +179,21 @@ def test_methods_that_a_hook_calls_are_accepted_and_others_are_a_warning(caplog)
     HookCalls([Mine(), Both(), Every(1)(print), CallbackHook(after_step=print)])
     (record,) = caplog.records
     assert mentions(record.getMessage(), "Both.on_new_best")
+
+
+@pytest.mark.parametrize("name", TASK_METHODS_ELSEWHERE)
+def test_methods_of_tasks_elsewhere_are_rejected(name):
+    kind = type("Theirs", (Task,), {name: lambda self, *rest: None})
+    with raises(ConfigError, f"Theirs.{name}", at="test_methods.py"):
+        reject_task_methods(kind, Task)
+
+
+def test_a_task_may_call_a_method_of_that_name():
+    class Mine(Task):
+        def build_losses(self, labels, outputs):
+            return outputs.sum()
+
+        def forward(self, model, batch):
+            return self.build_losses(batch["labels"], model(batch["x"]))
+
+    assert reject_task_methods(Mine, Task) is None

@@ -149,6 +149,10 @@ def check_components(case: Case) -> int:
             registry.import_modules([module], project_dir=config.project_dir)
         except Exception as error:
             case.note(error, label=f"imports.{number}")
+    try:
+        registry.reject_ambiguous(config.groups, project_dir=config.project_dir)
+    except Exception as error:
+        case.note(error, label="configs")
     components = [(label, kind, each.type, each.arguments) for label, kind, each in components_of(config)]
     for label, kind, name, arguments in [*components, ("trainer", "trainer", config.trainer.type, None)]:
         where = config.origin(f"{label}.type")

@@ -105,6 +105,7 @@ def find_all(config: RunConfig) -> Found:
 
     try:
         registry.import_modules(config.imports, project_dir=config.project_dir, where=config.origin("imports"))
+        registry.reject_ambiguous(config.groups, project_dir=config.project_dir)
     except TrainwrightError as error:
         found.problems["imports"] = str(error)
     for label, kind, component in components_of(config):
@@ -444,6 +445,11 @@ class _Explanation:
 
     def add_construction(self) -> None:
         """Adds the lines that say who builds which part."""
+        if self.config.groups:
+            self.lines.append(Line("heading", "Group files"))
+        for group in self.config.groups:
+            text = f"{'.'.join(map(str, group.path))}: {group.name}"
+            self.lines.append(Line("phase", text, 1, remark=f"{group.file}, named at {group.where}"))
         self.lines.append(Line("heading", "Construction, in this order"))
         self.problem("imports", 1)
         self._part("task", ["task"], "build_task", default="Task: forward calls model(**batch)")

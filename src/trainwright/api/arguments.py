@@ -1,4 +1,7 @@
-"""`get_args`: the flags of `training_main`, with SwissArmyTransformer's names, as a plain Namespace."""
+"""`get_args` and `add_training_args`: the flags of `training_main`, with SwissArmyTransformer's names.
+
+`REJECTED` has those of its flags that do not exist here, each with the reason.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +68,10 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--lr": {"type": _POSITIVE, "default": 1e-4, "help": "The learning rate after the warm-up."},
     "--warmup": {"type": _FRACTION, "default": 0.01, "help": "Fraction of the updates in which the rate increases."},
     "--lr-decay-style": {"choices": DECAY_STYLES, "default": "linear", "help": "How the rate decreases afterwards."},
+    "--lr-decay-iters": {
+        "type": _COUNT,
+        "help": "Updates of the schedule; only the value of --train-iters is supported.",
+    },
     "--lr-decay-ratio": {"type": _FRACTION, "default": 0.1, "help": "The final rate as a fraction of --lr."},
     "--weight-decay": {"type": _NUMBER, "default": 0.01, "help": "Weight decay of AdamW."},
     "--clip-grad": {"type": _NUMBER, "default": 1.0, "help": "Maximum gradient norm; 0: no limit."},
@@ -81,6 +88,7 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
         "default": 1,
         "help": "Layers that are recomputed together; only 1 is supported.",
     },
+    "--checkpoint-skip-layers": {"type": _WHOLE, "default": 0, "help": "The last layers that are not recomputed."},
     "--fp16": {"action": "store_true", "help": "Autocast to float16, with loss scaling."},
     "--bf16": {"action": "store_true", "help": "Autocast to bfloat16."},
     "--device": {"default": "auto", "help": "auto, cpu, cuda or tpu; the Namespace has this rank's device."},
@@ -105,6 +113,7 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
         "help": "Ratios, such as 95,5,5, that split the training data into train, valid and test.",
     },
     "--num-workers": {"type": _WHOLE, "default": 0, "help": "Processes that load data; 0: the run's process loads."},
+    "--prefetch-factor": {"type": _COUNT, "help": "Batches that each of --num-workers prefetches."},
     "--eval-interval": {"type": _COUNT, "help": "Updates between evaluations; default: once, at the end."},
     "--eval-iters": {"type": _COUNT, "help": "Batches per evaluation; default: the whole set."},
     "--eval-batch-size": {
@@ -113,38 +122,151 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
     },
     "--strict-eval": {"action": "store_true", "help": "Evaluate whole sets and ignore --eval-iters."},
     "--log-interval": {"type": _COUNT, "default": 50, "help": "Updates per line of metrics.json."},
+    "--wandb": {"action": "store_true", "help": "Also log to Weights & Biases."},
+    "--wandb-project-name": {"help": "The project of --wandb."},
+    "--profiling": {"type": int, "default": -1, "help": "Profile ten updates after this many; -1: none."},
+    "--save-args": {"action": "store_true", "help": "Has no effect: config.yaml of the run folder has the flags."},
+    "--resume-dataloader": {"action": "store_true", "help": "Has no effect: a resumed run continues in its data."},
 }
+
+_MODEL = "describes a model of SwissArmyTransformer. Add it to your own parser, from which your model class reads it."
+_GENERATION = (
+    "belongs to text generation, and training_main generates no text. Use `trainwright generate`, or your own parser."
+)
+_DEEPSPEED = (
+    "configures DeepSpeed, which is not used. Use --zero-stage, --fp16 or --bf16 and --gradient-accumulation-steps."
+)
+_RNG = "would prevent an exact resume: a checkpoint always has the state of the random number generators. Remove it."
+_ITERABLE = "is not needed: an IterableDataset is recognized by its class. Remove it."
+
+OWN_FLAGS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("--num-layers", "--hidden-size", "--num-attention-heads", "--vocab-size", "--max-sequence-length"),
+            *("--layernorm-order", "--inner-hidden-size", "--hidden-size-per-attention-head"),
+            *("--num-multi-query-heads", "--is-gated-mlp", "--is-rotary-emb", "--layernorm-epsilon"),
+            *("--hidden-dropout", "--attention-dropout", "--drop-path", "--make-vocab-size-divisible-by"),
+        ),
+        _MODEL,
+    ),
+    **dict.fromkeys(
+        (
+            *("--temperature", "--top_p", "--top_k", "--num-beams", "--length-penalty", "--no-repeat-ngram-size"),
+            *("--min-tgt-length", "--out-seq-length", "--input-source", "--output-path", "--with-id"),
+            "--max-inference-batch-size",
+        ),
+        _GENERATION,
+    ),
+    **dict.fromkeys(
+        ("--tokenizer-type", "--img-tokenizer-path"),
+        "selects a tokenizer. Create it in create_dataset_function, and add the flag to your own parser.",
+    ),
+}
+"""Flags of SwissArmyTransformer that a program may define for its own use, and why get_args rejects them."""
+
+UNSUPPORTED_FLAGS: Mapping[str, str] = {
+    "--model-parallel-size": "matrices are sharded by rules instead of parallel layers. Use a run file with "
+    "runtime.mesh {tensor: N} and model.sharding.",
+    "--parallel-output": "there are no model-parallel layers whose outputs could be gathered. Remove it.",
+    "--skip-init": "the model class is called as it is. Initialize or load the weights in init_function.",
+    "--use-gpu-initialization": "the model class is called as it is. Use `with torch.device(args.device):` in it.",
+    "--summary-dir": "the log, metrics and checkpoints are in the run folder. Set --save and --experiment-name.",
+    "--force-train": "--mode finetune loads the weights that the model has in common with --load. Remove it.",
+    "--exit-interval": "a run ends at --train-iters. For a trial use a lower number and another --experiment-name; "
+    "SIGTERM and Ctrl-C save a run that can be resumed.",
+    "--no-save-rng": _RNG,
+    "--no-load-rng": _RNG,
+    "--distributed-backend": "the backend follows from the device: nccl on a GPU, gloo on a CPU. Set --device.",
+    "--iterable-dataset": _ITERABLE,
+    "--iterable-dataset-eval": _ITERABLE,
+    "--batch-from-same-dataset": "a batch has samples of all paths, by their weights. Remove it.",
+    "--block-size": "the order of the samples needs no list in memory. Remove it.",
+    "--deepspeed": _DEEPSPEED,
+    "--deepspeed_config": _DEEPSPEED,
+    "--deepscale": _DEEPSPEED,
+    "--deepscale_config": _DEEPSPEED,
+}
+"""Flags of SwissArmyTransformer that would have no effect, and why."""
+
+LOCAL_RANK = "--local_rank"
+"""A flag that some launchers add. torchrun sets the environment variable LOCAL_RANK instead."""
 
 FACTS = ("rank", "world_size", "local_rank", "device")
 """The attributes that get_args adds: this process's rank and device."""
 
 
-def get_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def get_args(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
     """Parses the flags of a run, from the command line or from a list.
 
-    Parse your own flags first, and pass the rest:
+    The flags of a run are added to `parser`, which may have flags of your own:
 
-        known, rest = parser.parse_known_args()
-        args = argparse.Namespace(**vars(get_args(rest)), **vars(known))
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--width", type=int, default=8)
+        args = get_args(parser=parser)
 
     The Namespace also has `rank`, `world_size`, `local_rank` and `device`. training_main does not change it.
     """
     shorten_tracebacks()
-    args, unknown = _parser().parse_known_args(argv)
+    if parser is None:
+        parser = _parser()
+    elif not _has_training_args(parser):
+        add_training_args(parser)
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
-        flag = unknown[0].partition("=")[0]
-        if not flag.startswith("-"):
-            raise ConfigError(f"{flag!r} does not follow a flag. Write --flag value.", where=caller())
+        _reject_unknown(unknown[0].partition("=")[0], parser)
+    args.rank, args.world_size = processes.rank_and_size()
+    given, args.local_rank = getattr(args, "local_rank", None), processes.local_rank()
+    if given is not None and given != args.local_rank:
         raise ConfigError(
-            f"{flag}: there is no such flag. {suggest(flag, [*_FLAGS, '--help'])} Parse your own flags first, with "
-            "parse_known_args of your own parser.",
+            f"{LOCAL_RANK}: {given} differs from LOCAL_RANK, {args.local_rank}. Start the program with torchrun.",
             where=caller(),
         )
-    args.rank, args.world_size = processes.rank_and_size()
-    args.local_rank = processes.local_rank()
     where = Origin.parse(caller(), "--device")
     args.device = str(pick_backend(args.device, local_rank=args.local_rank, where=where).device)
     return args
+
+
+def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds the flags of a run to your parser, in a group of their own, and returns the parser.
+
+    `training_main` accepts the Namespace of `parser.parse_args()`; `get_args(parser=parser)` adds the rank and the
+    device to it. `parser.set_defaults(lr=3e-4)` changes a default.
+    """
+    if not isinstance(parser, argparse.ArgumentParser):
+        problem = f"add_training_args needs an argparse.ArgumentParser, got {parser!r}."
+        raise ConfigError(problem, where=caller())
+    taken = [flag for flag in (*_FLAGS, LOCAL_RANK) if flag in parser._option_string_actions]
+    if taken:
+        raise ConfigError(
+            f"{taken[0]}: your parser already has this flag, which add_training_args adds. Remove yours, or give it "
+            f"another name; parser.set_defaults({attribute_of(taken[0])}=…) changes the default.",
+            where=caller(),
+        )
+    group = parser.add_argument_group("training", "the flags of a run")
+    for flag, settings in _FLAGS.items():
+        group.add_argument(flag, **settings)
+    group.add_argument(LOCAL_RANK, "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def _has_training_args(parser: argparse.ArgumentParser) -> bool:
+    return any(
+        group.title == "training" and group.description == "the flags of a run" for group in parser._action_groups
+    )
+
+
+def _reject_unknown(flag: str, parser: argparse.ArgumentParser) -> NoReturn:
+    if not flag.startswith("-"):
+        raise ConfigError(f"{flag!r} does not follow a flag. Write --flag value.", where=caller())
+    reason = {**OWN_FLAGS, **UNSUPPORTED_FLAGS}.get(flag)
+    if reason is not None:
+        raise ConfigError(f"{flag}: {reason}", where=caller())
+    known = [each for each in parser._option_string_actions if each.startswith("--") and each != LOCAL_RANK]
+    raise ConfigError(
+        f"{flag}: there is no such flag. {suggest(flag, known)} Add your own flags to a parser, and pass it: "
+        "get_args(parser=parser).",
+        where=caller(),
+    )
 
 
 def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
@@ -209,8 +331,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> _Parser:
     parser = _Parser(description="The flags of a run.", allow_abbrev=False)
-    for flag, settings in _FLAGS.items():
-        parser.add_argument(flag, **settings)
+    add_training_args(parser)
     return parser
 
 

@@ -112,7 +112,7 @@ def load_experiment(
 
 
 def split_overrides(text: str) -> list[str]:
-    """Splits `a.b=1,c=[2, 3]` into overrides; a YAML mapping such as `{a: {b: 1}}` is a single one."""
+    """Splits `a.b=1,c=[2, 3],~d` into overrides; a YAML mapping such as `{a: {b: 1}}` is a single one."""
     if text.lstrip().startswith("{"):
         return [text]
     parts = [""]
@@ -128,7 +128,7 @@ def split_overrides(text: str) -> list[str]:
     overrides: list[str] = []
     for part in parts:
         # A comma in a value, such as a list without brackets, does not start an override.
-        if "=" in part or not overrides:
+        if "=" in part or part.strip().startswith("~") or not overrides:
             overrides.append(part.strip())
         else:
             overrides[-1] += f",{part}"

@@ -12,6 +12,7 @@ import torch
 
 from trainwright.build.run import build_trainer
 from trainwright.config import Node, Origin, RunConfig
+from trainwright.config.interpolation import escape_plain
 from trainwright.errors import ConfigError, shorten_tracebacks
 from trainwright.log import show_log
 from trainwright.loop.hook import Hook
@@ -138,4 +139,4 @@ def _config_of(name: str, *, max_steps: int, batch_size: int, lr: float, overrid
 
 def _given(argument: str, value: Any) -> Node:
     """Returns a setting whose origin is an argument of `train`."""
-    return Node(value, Origin.parse(caller(), f"train({argument}=…)"))
+    return Node(escape_plain(value), Origin.parse(caller(), f"train({argument}=…)"))

@@ -28,6 +28,7 @@ from trainwright.api.arguments import (
     FACTS,
     MODES,
     SETS,
+    UNSUPPORTED_FLAGS,
     ZERO_STAGES,
     as_list,
     attribute_of,
@@ -45,6 +46,7 @@ from trainwright.checkpoint.remote_store import AnyStore, open_store
 from trainwright.checkpoint.resume import pick_step
 from trainwright.checkpoint.run_folder import CONFIG_FILE, ENVIRONMENT_FILE, find_run, read_config, run_folder
 from trainwright.config import Node, Origin, RunConfig
+from trainwright.config.interpolation import escape_plain
 from trainwright.config.problems import nearest
 from trainwright.config.yaml_text import absolute
 from trainwright.data.fetch import has_index, is_stream
@@ -317,6 +319,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
         "seed": _given("--seed", flags.seed),
         "data": {
             "num_workers": _given("--num-workers", flags.num_workers),
+            "loader": _loader(flags),
             # create_dataset_function builds the datasets; the origins are for errors.
             "train": _given("--train-data", None),
             "eval": _given("--valid-data", {}),
@@ -329,6 +332,8 @@ def config_of(args: argparse.Namespace) -> RunConfig:
             "batch_size": _given("--eval-batch-size × ranks", eval_batch),
         },
         "checkpoint": {"every_steps": _given("--save-interval", flags.save_interval), "keep_last": None},
+        "hooks": _hooks(flags),
+        "writers": _writers(flags),
         "log": {"every_steps": _given("--log-interval", flags.log_interval)},
         "runtime": _runtime(flags),
         # As in SwissArmyTransformer, all ranks skip an update with a loss or metric that is not finite.
@@ -339,7 +344,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
 
 def _given(flag: str, value: Any) -> Node:
     """Returns a setting whose origin is a flag."""
-    return Node(value, Origin.parse(caller(), flag))
+    return Node(escape_plain(value), Origin.parse(caller(), flag))
 
 
 def _trainer(flags: argparse.Namespace) -> dict[str, Any]:
@@ -365,6 +370,24 @@ def _trainer(flags: argparse.Namespace) -> dict[str, Any]:
         "schedule": schedule,
         "arguments": _given("args", _kept_arguments(flags)),
     }
+
+
+def _loader(flags: argparse.Namespace) -> dict[str, Any]:
+    if flags.prefetch_factor is None:
+        return {}
+    return {"prefetch_factor": _given("--prefetch-factor", flags.prefetch_factor)}
+
+
+def _hooks(flags: argparse.Namespace) -> list[Any]:
+    return [_given("--profiling", {"type": "profiler", "first": flags.profiling})] if flags.profiling >= 0 else []
+
+
+def _writers(flags: argparse.Namespace) -> list[Any]:
+    writers: list[Any] = ["console", "json"]
+    if flags.wandb:
+        project = {} if flags.wandb_project_name is None else {"project": flags.wandb_project_name}
+        writers.append(_given("--wandb", {"type": "wandb", **project}))
+    return writers
 
 
 def _runtime(flags: argparse.Namespace) -> dict[str, Any]:
@@ -413,6 +436,20 @@ def _reject_contradictions(flags: argparse.Namespace) -> None:
             f"--checkpoint-num-layers: {flags.checkpoint_num_layers} is not supported: layers are recomputed one at a "
             "time, which needs the least memory. Remove it."
         )
+    if flags.lr_decay_iters not in (None, flags.train_iters):
+        problems.append(
+            f"--lr-decay-iters: {flags.lr_decay_iters} is not supported: the schedule has the length of the run, "
+            "--train-iters. Remove it."
+        )
+    if flags.checkpoint_skip_layers and not flags.checkpoint_activations:
+        problems.append("--checkpoint-skip-layers has no effect without --checkpoint-activations. Remove it.")
+    if flags.wandb_project_name is not None and not flags.wandb:
+        problems.append("--wandb-project-name has no effect without --wandb. Add --wandb, or remove it.")
+    if flags.prefetch_factor is not None and not flags.num_workers:
+        problems.append("--prefetch-factor has no effect without --num-workers. Add it, or remove --prefetch-factor.")
+    for flag, reason in UNSUPPORTED_FLAGS.items():
+        if getattr(flags, attribute_of(flag), None) not in (None, False, "", 1):
+            problems.append(f"args.{attribute_of(flag)}: {reason}")
     if flags.fresh and flags.load is not None and flags.mode == "pretrain":
         problems.append(
             "--fresh starts over, but --load in --mode pretrain resumes. Remove one of them, or load only the weights "
@@ -662,7 +699,13 @@ def make_model(
                 "it, or put the layers into a ModuleList.",
                 where=caller(),
             )
-        recompute_layers(model, names)
+        if flags.checkpoint_skip_layers >= len(names):
+            raise ConfigError(
+                f"--checkpoint-skip-layers: {flags.checkpoint_skip_layers} leaves none of the {len(names)} layers to "
+                "recompute. Use a smaller number, or remove --checkpoint-activations.",
+                where=caller(),
+            )
+        recompute_layers(model, names[: len(names) - flags.checkpoint_skip_layers])
     return model
 
 
@@ -688,17 +731,6 @@ def _construct(model_cls: Any, args: argparse.Namespace) -> torch.nn.Module:
         problem = f"{name_of(model_cls)} returned a {type(model).__name__}, which is not a torch.nn.Module."
         raise ConfigError(problem, where=location_of(model_cls))
     return model
-
-
-def _recompute(model: torch.nn.Module) -> None:
-    names = list(_layers(model))
-    if not names:
-        raise ConfigError(
-            f"--checkpoint-activations: {type(model).__name__} has no ModuleList of layers that could be recomputed. "
-            "Leave it out, or keep the layers in one.",
-            where=caller(),
-        )
-    recompute_layers(model, names)
 
 
 def _layers(module: torch.nn.Module, prefix: str = "") -> Iterator[str]:

@@ -19,6 +19,7 @@ from trainwright.build.data import DatasetBuilder, add_location, may_make_batche
 from trainwright.checkpoint.base_weights import hash_weights, weights_of
 from trainwright.checkpoint.run_folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig, resolve_batch
+from trainwright.config.builtin import IN_CODE
 from trainwright.config.problems import suggest
 from trainwright.data.collators.fields import NamedFields, reject_own_generator
 from trainwright.data.fetch import is_stream
@@ -49,12 +50,11 @@ from trainwright.optim.param_groups import (
 from trainwright.optim.torch_schedules import TorchSchedule, accepts_optimizer, missing_lengths
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
-from trainwright.registry.builtin import IN_CODE
 from trainwright.registry.trust import reject_untrusted
 from trainwright.trainers.classification import ClassificationTrainer
 from trainwright.user_code.constructors import check_constructor
 from trainwright.user_code.locations import is_user_code, location_of, parameters_of
-from trainwright.user_code.methods import reject_half_state, reject_wrong_methods
+from trainwright.user_code.methods import reject_half_state, reject_task_methods, reject_wrong_methods
 from trainwright.user_code.signatures import first_argument
 from trainwright.writers.writer import Writer
 
@@ -110,6 +110,7 @@ class Build:
             project_dir=self.project_dir, seed=config.seed, process=config.data.process, origin_of=config.origin
         )
         registry.import_modules(config.imports, project_dir=self.project_dir, where=config.origin("imports"))
+        registry.reject_ambiguous(config.groups, project_dir=self.project_dir)
 
     # For the build_* methods of a Trainer.
 
@@ -413,6 +414,7 @@ class Build:
     def take_task(self, task: Task) -> None:
         """Sets the task whose `build_*` methods replace sections."""
         reject_half_state(type(task), Task)
+        reject_task_methods(type(task), Task)
         self._task = task
         self._data_task = task if overrides(task, "build_dataset", Task) else None
 
@@ -511,14 +513,17 @@ class Build:
                 if error.where is not None or error.problem.startswith(label):
                     raise
                 argument = error.problem.partition(":")[0]
-                where = self.config.origin(f"{label}.{argument}" if argument in arguments else label)
-                raise ConfigError(f"{label}: {error.problem}", where=where) from error
+                origin = self.config.origin(f"{label}.{argument}" if argument in arguments else label)
+                raise ConfigError(f"{label}: {error.problem}", where=origin) from error
             reject_no_metric(metric, label, self.config.origin(label))
             made.append(ConfiguredMetric(name, metric, outputs, labels, self.config.origin(label)))
-        for name, metric in task.build_metrics().items():
-            reject_no_metric(
-                metric, f"{type(task).__name__}.build_metrics, {name}", location_of(type(task).build_metrics)
-            )
+        label, where = f"{type(task).__name__}.build_metrics", location_of(type(task).build_metrics)
+        built = task.build_metrics()
+        if not isinstance(built, Mapping):
+            problem = f"{label} returned a {type(built).__name__}. Return a dict of metrics by name, or {{}}."
+            raise ConfigError(problem, where=where)
+        for name, metric in built.items():
+            reject_no_metric(metric, f"{label}, {name}", where)
             made.append(ConfiguredMetric(name, metric, "logits", "labels"))
         for each in made:
             reject_rank_metric(each, self.ranks.mesh.num_data_ranks)

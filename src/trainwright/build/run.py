@@ -34,6 +34,7 @@ from trainwright.checkpoint.resume import changed_settings, reject_changes, reje
 from trainwright.compile.graph import reject_ungraphable
 from trainwright.compile.regions import check_mode
 from trainwright.config import BatchPlan, Component, RunConfig, micro_batch_alone, resolve_batch, resolve_mesh
+from trainwright.config.builtin import BUILT_INS, IN_CODE
 from trainwright.config.component import type_of
 from trainwright.data.loader import MadeBatches
 from trainwright.data.order import mix_seed
@@ -52,7 +53,6 @@ from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.processes import facts_of
 from trainwright.registry import resolve as registry
-from trainwright.registry.builtin import BUILT_INS, IN_CODE
 from trainwright.registry.trust import MODEL_SECTIONS, reject_untrusted
 from trainwright.user_code.locations import is_user_code
 from trainwright.writers.json_lines import cut_back

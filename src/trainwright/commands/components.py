@@ -17,10 +17,10 @@ from rich.syntax import Syntax
 
 from trainwright.commands.terminal import align_columns, show_rows
 from trainwright.config import yaml_text
+from trainwright.config.builtin import KIND_FOLDERS
 from trainwright.config.problems import nearest
 from trainwright.errors import ComponentError
 from trainwright.models.presets import preset_sizes
-from trainwright.registry.builtin import KIND_FOLDERS
 from trainwright.registry.catalogue import Catalogue, Entry, Parameter, read_catalogue
 
 SECTIONS = {

@@ -14,12 +14,13 @@ from rich.text import Text
 
 from trainwright.commands.terminal import MISSING, Overrides, load_run, show_rows
 from trainwright.config import Component, Frozen, RunConfig, yaml_text
+from trainwright.config.builtin import BUILT_INS
 from trainwright.config.frozen import same, thaw
-from trainwright.config.json_schema import run_schema
+from trainwright.config.interpolation import escape_plain
+from trainwright.config.json_schema import run_schema, with_references
 from trainwright.config.sections import Section
 from trainwright.config.yaml_text import KeyPath
 from trainwright.errors import ConfigError
-from trainwright.registry.builtin import BUILT_INS
 
 DEFAULT, OVERRIDE = "default", "override"
 _MAX_WIDTH = 60  # origins are in one column, but one long setting must not move all of them out of view
@@ -62,7 +63,7 @@ def config(
 
 def schema_of_runs() -> dict[str, Any]:
     """Returns the JSON Schema of run files, with the names of the built-in components."""
-    return run_schema({kind: tuple(names) for kind, names in BUILT_INS.items()})
+    return with_references(run_schema({kind: tuple(names) for kind, names in BUILT_INS.items()}))
 
 
 def settings_of(loaded: RunConfig) -> Iterator[Setting]:
@@ -78,7 +79,7 @@ def _below(loaded: RunConfig, value: Any, path: KeyPath, indent: str, first: str
         is_list_item = isinstance(key, int)
         label = "" if is_list_item else f"{yaml_text.write_inline(key)}:"
         if not _is_branch(item):
-            text = yaml_text.write_inline(thaw(item))
+            text = yaml_text.write_inline(escape_plain(thaw(item)))
             yield Setting(f"{lead}{label} {text}", ".".join(map(str, inner)), item, _origin(loaded, inner))
         elif is_list_item:
             yield from _below(loaded, item, inner, f"{indent}  ", f"{lead}- ")

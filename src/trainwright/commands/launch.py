@@ -44,7 +44,7 @@ def launch(
             "On one machine: trainwright train run.yaml --nproc N."
         )
     # Settings of a job and of a run have different names, so their order does not matter.
-    overrides = [word for word in words or [] if re.split("[.=]", word)[0] in _TOP_SETTINGS]
+    overrides = [word for word in words or [] if re.split("[.=]", word.removeprefix("~"))[0] in _TOP_SETTINGS]
     settings = read_settings([word for word in words or [] if word not in overrides])
     config = RunConfig.load(run, overrides, trust=trust or None)
     reject_untrusted(config)  # raises here, not after hours in a queue

@@ -23,7 +23,8 @@ CONFIG_FILE = "config.yaml"
 
 RunPath = Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings to replace, such as trainer.max_steps=500.", show_default=False)
+    list[str] | None,
+    typer.Argument(help="Settings to replace, such as trainer.max_steps=500; ~key removes one.", show_default=False),
 ]
 CheckpointStep = Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")]
 Trust = Annotated[

@@ -164,7 +164,7 @@ def _load(
     trust: bool,
 ) -> RunConfig:
     """Loads the file, or the experiment with the files merged into it; exactly one of the two is given."""
-    if experiment is not None and run is not None and "=" in run:
+    if experiment is not None and run is not None and ("=" in run or run.startswith("~")):
         overrides, run = [run, *overrides], None  # without a file, the first argument is an override as well
     overrides = [*(each for text in params_override for each in split_overrides(text)), *overrides]
     if experiment is not None and run is None:

@@ -1,4 +1,4 @@
-"""Reads a config file with all files that it `extends`, and saves one.
+"""Reads a config file with all files that it `extends` and its group files (groups.py), and saves one.
 
 A file becomes a tree of settings with line numbers (yaml_text.py); schema.py validates the settings.
 python_files.py executes config files in Python.
@@ -6,7 +6,6 @@ python_files.py executes config files in Python.
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 import re
 import uuid
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.config import signature, yaml_text
+from trainwright.config.groups import Group, GroupReader, packaged_folder
 from trainwright.config.problems import describe, suggest
 from trainwright.config.python_files import read_python
 from trainwright.config.yaml_text import Node, Origin, absolute, map_strings, merge
@@ -41,6 +41,8 @@ class ConfigDocument:
     project_dir: Path
     untrusted_file: str | None = None
     """The file among them that is of a run folder without a signature by this user; None: there is none."""
+    groups: tuple[Group, ...] = ()
+    """The group files that they use."""
 
 
 def read_document(path: str | os.PathLike[str], *, trust: bool | None = None) -> ConfigDocument:
@@ -70,22 +72,34 @@ def resolve_document(
         raise ConfigError(f"project_dir: must be text, got {describe(given.value)}.", where=given.origin)
     project_dir = absolute(folder / given.value) if given is not None else folder
     merged, found = Node({}, settings.origin), untrusted_file
+    groups = group_reader(project_dir)
+    own = groups.expand(settings.without("extends", "project_dir"))
+    used = groups.used
     for entry in _extended(settings):
         path, is_packaged = _find_extended(entry, folder)
         trust_base = True if is_packaged else False if untrusted_file is not None else trust
         base = _read(path, chain, extended_at=entry.origin, trust=trust_base)
         merged, found = merge(merged, _relative_to(project_dir, base)), found or base.untrusted_file
-    return ConfigDocument(merge(merged, settings.without("extends", "project_dir")), project_dir, found)
+        used = [*base.groups, *used]
+    return ConfigDocument(merge(merged, own), project_dir, found, tuple(used))
 
 
 def merge_files(document: ConfigDocument, paths: Iterable[str | os.PathLike[str]]) -> ConfigDocument:
     """Return `document` with the files merged into it in order; the project folder does not change."""
-    settings, untrusted_file = document.settings, document.untrusted_file
     for path in paths:
         added = read_document(path)
-        settings = merge(settings, _relative_to(document.project_dir, added))
-        untrusted_file = untrusted_file or added.untrusted_file
-    return ConfigDocument(settings, document.project_dir, untrusted_file)
+        document = ConfigDocument(
+            merge(document.settings, _relative_to(document.project_dir, added)),
+            document.project_dir,
+            document.untrusted_file or added.untrusted_file,
+            (*document.groups, *added.groups),
+        )
+    return document
+
+
+def group_reader(folder: Path) -> GroupReader:
+    """Return the reader of the group files for a file in `folder`."""
+    return GroupReader(folder, lambda file: _parse(file, shown_path(file)))
 
 
 def save_document(path: str | os.PathLike[str], settings: dict[str, Any], *, is_signed: bool = False) -> None:
@@ -151,6 +165,10 @@ def _read(
     )
 
 
+def _parse(path: Path, shown: str) -> Node:
+    return yaml_text.parse(_text_of(path, shown), lambda line: Origin(shown, line))
+
+
 def _text_of(path: Path, shown: str) -> str:
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -203,7 +221,7 @@ def _find_extended(entry: Node, folder: Path) -> tuple[Path, bool]:
 
 def _packaged_files() -> dict[str, Path]:
     """Return the paths of packaged configs by name (`experiments/digits.yaml`), without sharding rules."""
-    folder = Path(str(importlib.resources.files("trainwright"))) / "configs"
+    folder = packaged_folder()
     paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
     return {path: folder / path for path in paths if not path.startswith("sharding/")}
 

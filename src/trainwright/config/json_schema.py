@@ -10,22 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from trainwright.config.groups import KINDS
 from trainwright.config.schema import RunConfig
 from trainwright.config.sections import BUILT_IN_TRAINERS, LoaderArguments, ProcessOptions, Section
 
 Json: TypeAlias = dict[str, Any]
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-
-_KINDS: Mapping[str, str] = {
-    "train": "dataset",
-    "eval": "dataset",
-    "test": "dataset",
-    "hooks": "hook",
-    "writers": "writer",
-    "metrics": "metric",
-}
-"""The kind of component at a key; other keys are named like the kind."""
 
 # pydantic's names of limits on fields that have a BeforeValidator.
 _LIMITS: Mapping[str, str] = {"gt": "exclusiveMinimum", "ge": "minimum"}
@@ -39,13 +30,42 @@ def run_schema(type_names: Mapping[str, Sequence[str]]) -> Json:
     for section in sections.values():
         properties = section["properties"]
         for key in properties:
-            properties[key] = _insert_components(properties[key], _KINDS.get(key, key))
+            properties[key] = _insert_components(properties[key], KINDS.get(key, key))
     _widen(sections, type_names)
     run = sections.pop("RunConfig")
     run["properties"] = {**_file_keys(), **run["properties"]}
     components = {kind: _component(kind, names) for kind, names in type_names.items() if kind != "trainer"}
     components["process"] = _process()
     return {"$schema": DIALECT, "title": "trainwright run file", **run, "$defs": {**sections, **components}}
+
+
+def with_references(schema: Json) -> Json:
+    """Return the schema of `run_schema` that also accepts `${…}` for any value, names of groups, and `~key`."""
+    kept = {name: each for name, each in schema["$defs"].items() if "properties" not in each or name == "process"}
+    sections = {name: _accept_references(each) for name, each in schema["$defs"].items() if name not in kept}
+    extends = {**_file_keys()["extends"], "description": "Group files that this section extends."}
+    for section in sections.values():
+        section["properties"]["extends"] = extends
+    trainer = sections["TrainerSection"]
+    names = trainer["then"]["propertyNames"]["enum"]
+    trainer["then"] = {"propertyNames": {"anyOf": [{"enum": [*names, "extends"]}, {"pattern": _REMOVAL}]}}
+    run = _accept_references({key: value for key, value in schema.items() if key != "$defs"})
+    for key in run["properties"].keys() - _file_keys().keys():
+        if key not in ("name", "output_dir", "seed", "imports"):
+            run["properties"][key]["anyOf"].append({"$ref": "#/$defs/group"})
+    definitions = {
+        "reference": {"description": "A reference to another setting.", "type": "string", "pattern": r"\$\{"},
+        "group": {"description": "The name of a file in configs/.", "type": "string", "pattern": r"^\w[\w.+-]*$"},
+    }
+    return {**run, "$defs": {**kept, **sections, **definitions}}
+
+
+_REMOVAL = "^~[A-Za-z_]"
+
+
+def _accept_references(section: Json) -> Json:
+    properties = {key: _any_of(each, {"$ref": "#/$defs/reference"}) for key, each in section["properties"].items()}
+    return {**section, "properties": properties, "patternProperties": {_REMOVAL: {"type": "null"}}}
 
 
 def _clean(schema: Any) -> Any:

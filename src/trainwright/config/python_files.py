@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from trainwright.config.component import type_of
 from trainwright.config.frozen import plain_scalar
+from trainwright.config.interpolation import escape_plain
 from trainwright.config.problems import Problem, describe, raise_all
 from trainwright.config.sections import Section
 from trainwright.config.yaml_text import (
@@ -91,7 +92,7 @@ def as_settings(found: Any, origins: Mapping[KeyPath, Origin]) -> dict[str, Any]
     """
     if isinstance(found, Mapping):
         return as_yaml_value(found, (), origins)  # type: ignore[no-any-return]  # a dict, as for every mapping
-    settings: dict[str, Any] = found.to_dict()
+    settings: dict[str, Any] = escape_plain(found.to_dict())  # its references are resolved already
     if settings["name"] == _DEFAULT_NAME:
         del settings["name"]
     return settings if found.project_dir == Path.cwd() else {**settings, "project_dir": str(found.project_dir)}

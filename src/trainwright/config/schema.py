@@ -15,9 +15,18 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from trainwright.config import yaml_text
 from trainwright.config.component import Component, ModelSection
-from trainwright.config.files import ConfigDocument, merge_files, read_document, resolve_document, save_document
+from trainwright.config.files import (
+    ConfigDocument,
+    group_reader,
+    merge_files,
+    read_document,
+    resolve_document,
+    save_document,
+)
 from trainwright.config.frozen import Frozen, same, thaw
-from trainwright.config.overrides import apply_overrides, parse_mapping, replace_at
+from trainwright.config.groups import Group, missing
+from trainwright.config.interpolation import escape_plain, interpolate
+from trainwright.config.overrides import apply_overrides, parse_mapping, reject_removals, replace_at
 from trainwright.config.problems import Problem, describe, explain, nearest, raise_all, reject, suggest
 from trainwright.config.python_files import as_settings, as_yaml_value
 from trainwright.config.sections import (
@@ -39,7 +48,16 @@ from trainwright.config.sections import (
     Whole,
     empty_section,
 )
-from trainwright.config.yaml_text import KeyPath, Node, Origin, absolute, map_strings, merge, nearest_origin, to_tree
+from trainwright.config.yaml_text import (
+    KeyPath,
+    Node,
+    Origin,
+    absolute,
+    map_strings,
+    merge,
+    nearest_origin,
+    to_tree,
+)
 from trainwright.errors import ConfigError
 from trainwright.safe_text import mask_secrets
 
@@ -110,19 +128,20 @@ class RunConfig(Section):
     _project_dir: Path = PrivateAttr(default_factory=Path.cwd)
     _untrusted_file: str | None = PrivateAttr(default=None)
     _origins: dict[KeyPath, Origin] = PrivateAttr(default_factory=dict)
+    _groups: tuple[Group, ...] = PrivateAttr(default=())
 
     @classmethod
     def load(
         cls, path: str | os.PathLike[str], overrides: Iterable[str] = (), *, trust: bool | None = None
     ) -> RunConfig:
-        """Read a YAML file, all that it extends and the overrides (`a.b=value`), and validate the result.
+        """Read a YAML file, all that it extends and the overrides (`a.b=value`, `~a.b`), and validate the result.
 
+        A name of a group file, such as `trainer=lm-xl`, stands for its contents; `${a.b}` refers to another setting.
         A run folder's config.yaml that no run of this user wrote is read, but the code that it names is not imported
         unless `trust` is True. False treats any file like that of a run folder.
         """
         document = read_document(path, trust=trust)
-        named = merge(to_tree({"name": Path(path).stem}, {}), document.settings)
-        return cls._assemble(replace(document, settings=named), overrides)
+        return cls._assemble(document, overrides, name=Path(path).stem)
 
     @classmethod
     def from_dict(
@@ -144,33 +163,34 @@ class RunConfig(Section):
 
     def derive(self, values: Mapping[str, Any]) -> RunConfig:
         """Return a validated copy with the values at these dotted paths replaced; origins are kept."""
-        tree = to_tree(self.to_dict(), self._origins)
+        document = self._document()
+        tree = document.settings
         for dotted, value in values.items():
             path = tuple(dotted.split("."))
             tree = replace_at(tree, path, to_tree(as_yaml_value(value, path, {}), self._origins, path))
-        return self._assemble(ConfigDocument(tree, self.project_dir, self._untrusted_file), ())
+        return self._validate(replace(document, settings=tree))
 
     def masked(self) -> RunConfig:
         """Return a copy without the passwords and tokens in its URLs; the config itself if it has none."""
+        document = self._document()
+        masked = map_strings(document.settings, mask_secrets)
+        return self if masked == document.settings else self._validate(replace(document, settings=masked))
+
+    def _document(self) -> ConfigDocument:
         tree = to_tree(self.to_dict(), self._origins)
-        masked = map_strings(tree, mask_secrets)
-        return (
-            self
-            if masked == tree
-            else self._assemble(ConfigDocument(masked, self.project_dir, self._untrusted_file), ())
-        )
+        return ConfigDocument(tree, self.project_dir, self._untrusted_file, self._groups)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write every setting and the project's folder as YAML; `load` returns an equal config.
 
         The file is signed with this user's key, unless the settings come from an untrusted run folder.
         """
-        settings = {"project_dir": str(self.project_dir), **_worth_writing(self)}
+        settings = {"project_dir": str(self.project_dir), **escape_plain(_worth_writing(self))}
         save_document(path, settings, is_signed=self._untrusted_file is None)
 
     def to_yaml(self) -> str:
         """Return every setting as YAML, including defaults."""
-        return yaml_text.write(_worth_writing(self))
+        return yaml_text.write(escape_plain(_worth_writing(self)))
 
     @property
     def project_dir(self) -> Path:
@@ -181,6 +201,11 @@ class RunConfig(Section):
     def untrusted_file(self) -> str | None:
         """The config.yaml of a run folder that the settings come from and this user did not sign; None: trusted."""
         return self._untrusted_file
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The group files whose names the settings use."""
+        return self._groups
 
     def origin(self, dotted: str) -> Origin | None:
         """Return where the setting, or the nearest key above it, is written; None for a config created in Python."""
@@ -204,9 +229,21 @@ class RunConfig(Section):
     __hash__ = None  # type: ignore[assignment]  # settings hold mappings, which have no hash
 
     @classmethod
-    def _assemble(cls, document: ConfigDocument, overrides: Iterable[str]) -> RunConfig:
-        """Validate a tree and return its config; raises all problems in one error."""
-        tree = apply_overrides(merge(to_tree(_DEFAULT_COMPONENTS, {}), document.settings), overrides)
+    def _assemble(cls, document: ConfigDocument, overrides: Iterable[str], *, name: str | None = None) -> RunConfig:
+        """Apply the overrides, resolve the references and validate the result; `name` is the run's default name."""
+        reject_removals(document.settings)
+        defaults = _DEFAULT_COMPONENTS if name is None else {"name": name, **_DEFAULT_COMPONENTS}
+        groups = group_reader(document.project_dir)
+        tree = apply_overrides(merge(to_tree(defaults, {}), document.settings), overrides, groups.expand)
+        reject_removals(tree)
+        tree = interpolate(tree, to_tree(cls().to_dict(), {}), untrusted_file=document.untrusted_file)
+        _reject_unknown_groups(tree, document.project_dir)
+        return cls._validate(replace(document, settings=tree, groups=(*document.groups, *groups.used)))
+
+    @classmethod
+    def _validate(cls, document: ConfigDocument) -> RunConfig:
+        """Return the config of resolved settings; raises all problems in one error."""
+        tree = merge(to_tree(_DEFAULT_COMPONENTS, {}), document.settings)
         origins = dict(tree.origins())
         settings = tree.plain()
         problems = _check_trainer_keys(settings.get("trainer"))
@@ -221,7 +258,19 @@ class RunConfig(Section):
         located._origins = origins
         located._project_dir = document.project_dir
         located._untrusted_file = document.untrusted_file
+        located._groups = document.groups
         return located  # type: ignore[no-any-return]  # _locate returns the type that it receives
+
+
+def _reject_unknown_groups(tree: Node, folder: Path) -> None:
+    """Reject text where only a mapping can be, with the names of the group files."""
+    problems = []
+    for name, field in RunConfig.model_fields.items():
+        node = tree.value.get(name)
+        is_section = isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+        if is_section and node is not None and isinstance(node.value, str):
+            problems.append(Problem((name,), missing(node.value, folder, (name,))))
+    raise_all(problems, lambda path: tree.value[path[0]].origin)
 
 
 # Determined from real misspellings: max_step and optimiser are above, options such as num_steps or warmup_steps below.
@@ -336,12 +385,14 @@ def layered_config(
     mappings, which are merged first.
     """
     known = result._origins if isinstance(result, RunConfig) else {}  # of the files that it was loaded from
-    settings = merge(to_tree({"name": name}, {}), to_tree(as_settings(result, {(): where}), {(): where, **known}))
+    settings = to_tree(as_settings(result, {(): where}), {(): where, **known})
     untrusted_file = result.untrusted_file if isinstance(result, RunConfig) else None
     document, single = merge_files(resolve_document(settings, folder, untrusted_file=untrusted_file), files), []
     for text in overrides:
         if text.lstrip().startswith("{"):
-            document = replace(document, settings=merge(document.settings, parse_mapping(text)))
+            groups = group_reader(document.project_dir)
+            settings = merge(document.settings, groups.expand(parse_mapping(text)))
+            document = replace(document, settings=settings, groups=(*document.groups, *groups.used))
         else:
             single.append(text)
-    return RunConfig._assemble(document, single)
+    return RunConfig._assemble(document, single, name=name)

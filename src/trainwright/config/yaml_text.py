@@ -103,7 +103,8 @@ def to_tree(value: Any, origins: Mapping[KeyPath, Origin], path: KeyPath = ()) -
 def merge(earlier: Node, later: Node, path: KeyPath = ()) -> Node:
     """Return `earlier` with `later` merged into it: mappings merge, any other value replaces.
 
-    A mapping that changes `type` replaces the earlier one, whose arguments belong to another class.
+    A mapping that changes `type` replaces the earlier one, whose arguments belong to another class. A key `~name`
+    removes `name`; one that finds nothing to remove stays, and overrides.py rejects it.
     """
     if isinstance(later.value, dict):
         earlier = expand_shorthand(earlier, path)
@@ -111,7 +112,10 @@ def merge(earlier: Node, later: Node, path: KeyPath = ()) -> Node:
         return later
     merged = dict(earlier.value)
     for key, node in later.value.items():
-        merged[key] = merge(merged[key], node, (*path, key)) if key in merged else node
+        if REMOVAL_KEY.fullmatch(key) and key.removeprefix(REMOVAL) in merged and node.value is None:
+            del merged[key.removeprefix(REMOVAL)]
+        else:
+            merged[key] = merge(merged[key], node, (*path, key)) if key in merged else node
     return Node(merged, later.origin)
 
 
@@ -147,6 +151,9 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(path))  # noqa: PTH100
 
 
+REMOVAL = "~"
+"""The first letter of a key, or of an override, that removes a setting."""
+REMOVAL_KEY = re.compile(rf"{REMOVAL}[A-Za-z_].*", re.DOTALL)
 MAX_DEPTH = 64
 """Levels of nesting. Python's stack has room for several times as many in every function that walks a config."""
 TOO_DEEP = f"the settings are nested more than {MAX_DEPTH} levels deep. Flatten them."
@@ -251,6 +258,8 @@ def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
         return "not valid YAML: a tab where only spaces are allowed. Indent with spaces."
     if "alias" in f"{error.context} {problem}":
         return f'not valid YAML: {problem}. A value that begins with * is an alias. Put a glob in quotes: "*.q_proj".'
+    if problem.endswith("but got '{'"):
+        problem = f"{problem}. Put a reference within braces in quotes: {{lr: '${{seed}}'}}"
     context = f" {error.context}" if error.context else ""
     started = f" (started at line {error.context_mark.line + 1})" if error.context and error.context_mark else ""
     return f"not valid YAML:{context}{started}: {problem}. Check brackets, quotes, colons and indentation here."

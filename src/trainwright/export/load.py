@@ -21,6 +21,7 @@ from trainwright.checkpoint.remote_store import AnyStore, open_store
 from trainwright.checkpoint.resume import pick_step
 from trainwright.checkpoint.run_folder import find_run, read_config
 from trainwright.config import RunConfig
+from trainwright.config.builtin import BUILT_INS
 from trainwright.errors import CheckpointError
 from trainwright.models.from_config import build_model_section
 from trainwright.models.model import Model
@@ -37,7 +38,6 @@ from trainwright.models.pretrained import (
 from trainwright.models.pretrained_facts import read_facts
 from trainwright.models.saving import abandoned, check_target, model_files, staged, write_json
 from trainwright.registry import resolve as registry
-from trainwright.registry.builtin import BUILT_INS
 from trainwright.registry.trust import MODEL_SECTIONS, reject_untrusted
 
 logger = logging.getLogger(__name__)

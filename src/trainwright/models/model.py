@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.backends import checked_device
+from trainwright.config.builtin import BUILT_INS
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.key_map import KeyMap, KeyRule
 from trainwright.models.layers.losses import count_labels, label_names, num_labels_of
@@ -36,7 +37,6 @@ from trainwright.models.pretrained import (
     shared_names,
 )
 from trainwright.models.saving import changes_of, write_folder
-from trainwright.registry.builtin import BUILT_INS
 
 __all__ = ["AutoModel", "KeyRule", "Model", "check_type", "preset_settings", "readers_of", "shipped_models"]
 

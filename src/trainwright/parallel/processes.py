@@ -28,10 +28,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # document
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trainwright.config import RunConfig
+from trainwright.config.builtin import KIND_FOLDERS
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.parallel.collectives import Ranks, first_rank_keeps_notes, text_of
 from trainwright.parallel.mesh import lay_out
-from trainwright.registry.builtin import KIND_FOLDERS
 
 _REACH_SECONDS = 2.0
 """Timeout of the connection to the store when the process is about to end."""

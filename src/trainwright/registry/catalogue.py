@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import trainwright
 from trainwright.config import TrainerSection
-from trainwright.registry.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.config.builtin import BUILT_INS, KIND_FOLDERS
 from trainwright.registry.plugins import installed
 from trainwright.registry.resolve import PROJECT_PACKAGE
 from trainwright.tracebacks import shown_path

@@ -15,8 +15,8 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple
 
+from trainwright.config.builtin import BUILT_INS
 from trainwright.errors import ComponentError
-from trainwright.registry.builtin import BUILT_INS
 
 GROUP = "trainwright."
 """The prefix of an entry-point group; the kind of the components follows."""

@@ -21,12 +21,13 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from trainwright.config import Component, Origin
+from trainwright.config.builtin import BUILT_INS, IN_CODE, KIND_FOLDERS
 from trainwright.config.frozen import thaw
+from trainwright.config.groups import FOLDER, Group, ambiguous, group_names, kind_at
 from trainwright.config.problems import did_you_mean, nearest
 from trainwright.config.python_files import folder_package
 from trainwright.config.yaml_text import absolute
 from trainwright.errors import ComponentError, ConfigError, TrainwrightError
-from trainwright.registry.builtin import BUILT_INS, IN_CODE, KIND_FOLDERS
 from trainwright.registry.plugins import Plugin, find_plugin, forget_installed, installed
 from trainwright.tracebacks import shown_path
 from trainwright.user_code.locations import is_standard_library, is_user_code, is_user_file, location_of, parameters_of
@@ -94,7 +95,7 @@ def _find_located(
     folder = absolute(project_dir)
     enter_project(folder)
     try:
-        return _find(kind, type_name, folder)
+        return _find(kind, type_name, folder, label)
     except ComponentError as error:
         if error.where is not None or (where is None and not label):
             raise
@@ -278,7 +279,7 @@ def _inputs(target: Any, given: Mapping[str, Any]) -> list[str]:
     return [each.name for each in missing] if all(each.kind in positional for each in missing) else []
 
 
-def _find(kind: str, type_name: str, folder: Path) -> Any:
+def _find(kind: str, type_name: str, folder: Path, label: str) -> Any:
     plugin = find_plugin(kind, type_name)
     if type_name in _registered[kind]:
         target = _registered[kind][type_name]
@@ -307,7 +308,7 @@ def _find(kind: str, type_name: str, folder: Path) -> Any:
     path = folder / KIND_FOLDERS[kind] / f"{stem}.py"
     if dot and path.is_file():
         return _member(_load_file(path, folder), name)
-    problem = _unknown(kind, type_name, folder)
+    problem = _unknown(kind, type_name, folder, label)
     forget_installed()  # in a notebook the package may be installed next
     raise ComponentError(problem)
 
@@ -332,15 +333,34 @@ def _why_no_component(kind: str, target: Any, base: type | None) -> str | None:
     return f"is not a subclass of {base.__name__}."
 
 
-def _unknown(kind: str, type_name: str, folder: Path) -> str:
+def reject_ambiguous(groups: Iterable[Group], *, project_dir: str | os.PathLike[str]) -> None:
+    """Raise for a group file whose name is also that of a registered, installed or project component.
+
+    config/groups.py compares the names with the built-in components.
+    """
+    folder = absolute(project_dir)
+    for group in groups:
+        kind = kind_at(group.path)
+        if kind is None:
+            continue
+        stem, dot, _ = group.name.partition(".")
+        in_project = bool(dot) and (folder / KIND_FOLDERS[kind] / f"{stem}.py").is_file()
+        if in_project or group.name in _registered[kind] or find_plugin(kind, group.name) is not None:
+            raise ambiguous(group, kind)
+
+
+def _unknown(kind: str, type_name: str, folder: Path, label: str) -> str:
     kind_folder = folder / KIND_FOLDERS[kind]
     names = sorted({*BUILT_INS[kind], *_registered[kind], *installed(kind)})
     in_project = [f"{path.stem}.{name}" for path in sorted(kind_folder.glob("*.py")) for name in _defined_in(path)]
-    hint = did_you_mean(type_name, [*names, *in_project])
+    path = tuple(key for key in label.split(".") if key and not key.isdecimal())
+    groups = group_names(folder, path) if path else []
+    hint = did_you_mean(type_name, [*names, *in_project, *groups])
     if not hint and type_name.count(".") > 1 and ":" not in type_name:
         hint = ' Did you mean "{}:{}"?'.format(*type_name.rsplit(".", 1))
     known = f" Known: {', '.join(names)};" if names else ""
     in_folder = f" in {KIND_FOLDERS[kind]}/: {', '.join(in_project)};" if in_project else ""
+    in_folder += f" in {FOLDER}/{'/'.join(path)}/: {', '.join(groups)};" if groups else ""
     return (
         f'no {kind} "{type_name}".{hint}{known}{in_folder} or give an import path such as my_pkg.module:Name, '
         f"a file such as {KIND_FOLDERS[kind]}/mine.py:Name, or mine.Name for a file in {kind_folder}."

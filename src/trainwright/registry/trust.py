@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from trainwright.config import RunConfig
+from trainwright.config.builtin import BUILT_INS, IN_CODE
 from trainwright.errors import TrustError
-from trainwright.registry.builtin import BUILT_INS, IN_CODE
 
 _BUILT_IN_TYPES = {word for names in BUILT_INS.values() for item in names.items() for word in item}
 _CALLING_HOOKS = ("every", "callback")

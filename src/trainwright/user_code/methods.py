@@ -51,6 +51,23 @@ ALTERNATIVES: Mapping[str, str] = {
 }
 """Methods of trainers in other frameworks that have no counterpart here, and what to do instead."""
 
+TASK_METHODS_ELSEWHERE: Mapping[str, str] = {
+    "build_inputs": "Override build_dataset(split)",
+    "build_losses": "Return the loss from forward(model, batch)",
+    "inference_step": "Override forward(model, batch)",
+    "process_metrics": "Return metrics from forward, or metric objects with update and compute from build_metrics()",
+    "process_compiled_metrics": "Return metrics from forward, or metric objects from build_metrics()",
+    **dict.fromkeys(
+        ("train_step", "training_step"), "Override forward(model, batch), or train_step(batch) of a Trainer"
+    ),
+    **dict.fromkeys(
+        ("validation_step", "eval_step"), "Override forward(model, batch), or eval_step(batch) of a Trainer"
+    ),
+    "initialize": "Load weights with model.pretrained, or in build_model()",
+    "create_optimizer": "Name the optimizer in the config: trainer.optimizer",
+}
+"""Methods of tasks in other frameworks, and what to do instead."""
+
 HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("on_train_begin", "on_train_start", "on_fit_start", "before_run"), "before_train"),
     **dict.fromkeys(("on_train_end", "on_fit_end", "after_run"), "after_train"),
@@ -101,6 +118,17 @@ def reject_wrong_methods(trainer_class: type, contract: type) -> None:
                 "that is less similar.",
                 where=where,
             )
+
+
+def reject_task_methods(task_class: type, contract: type) -> None:
+    """Rejects methods of a task that are named as in other frameworks, unless the task calls them itself.
+
+    `contract` is Task itself.
+    """
+    for owner, name, method in _user_methods(task_class, contract):
+        if name in TASK_METHODS_ELSEWHERE and not _is_called(task_class, name):
+            problem = f"{owner.__name__}.{name} is never called. {TASK_METHODS_ELSEWHERE[name]}."
+            raise ConfigError(problem, where=location_of(method))
 
 
 def reject_half_state(kind: type, contract: type) -> None:

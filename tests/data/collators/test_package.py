@@ -5,11 +5,11 @@ import inspect
 import pytest
 import torch
 
+from trainwright.config.builtin import BUILT_INS
 from trainwright.config.component import Component
 from trainwright.data import collators
 from trainwright.data.loader import TrainData
 from trainwright.registry import resolve as registry
-from trainwright.registry.builtin import BUILT_INS
 
 OURS = {name: place for name, place in BUILT_INS["collator"].items() if place.startswith(collators.__name__)}
 

@@ -1,6 +1,6 @@
 """The table of built-in component names. It holds import paths, so that a class is imported when it is used.
 
-resolve.py turns a name into a class.
+registry/resolve.py turns a name into a class.
 """
 
 from __future__ import annotations
