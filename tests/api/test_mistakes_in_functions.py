@@ -191,7 +191,7 @@ def main_of(**values):
         ({"batch_size": 2.5}, "--batch-size: must be a whole number of at least 1; got 2.5."),
         (
             {"batch_size": 100},
-            "--batch-size × --gradient-accumulation-steps × ranks: trainer.global_batch_size: 100 is more than the 24",
+            "--batch-size × --gradient-accumulation-steps × ranks: batch_size: 100 is more than the 24",
         ),
         ({"lr": "fast"}, "--lr: must be a number above 0; got 'fast'."),
         ({"warmup": 20}, "--warmup: must be a fraction from 0 to 1; got 20."),
@@ -248,13 +248,13 @@ def test_flags_without_effect_are_logged(caplog):
 @pytest.mark.parametrize(
     ("given", "origin"),
     [
-        ({"batch_size": 100}, "train(batch_size=…): trainer.global_batch_size: 100 is more than the 24 samples"),
-        ({"max_steps": 0}, "train(max_steps=…): trainer.max_steps: "),
-        ({"max_steps": np.ones(2)}, "train(max_steps=…): trainer.max_steps: "),
-        ({"lr": "fast"}, "train(lr=…): trainer.optimizer"),
+        ({"batch_size": 100}, "train(batch_size=…): batch_size: 100 is more than the 24 samples"),
+        ({"max_steps": 0}, "train(max_steps=…): max_steps: "),
+        ({"max_steps": np.ones(2)}, "train(max_steps=…): max_steps: "),
+        ({"lr": "fast"}, "train(lr=…): lr: "),
         ({"name": "../x"}, "train(name=…): name: "),
-        ({"data": []}, "train(data=…): data.train: "),
-        ({"eval_data": DataLoader(Points(4))}, "train(eval_data=…): data.eval.eval: "),
+        ({"data": []}, "train(data=…): data: "),
+        ({"eval_data": DataLoader(Points(4))}, "train(eval_data=…): eval_data: "),
     ],
 )
 def test_wrong_arguments_of_train_are_named_on_the_line_of_the_call(given, origin):

@@ -33,7 +33,7 @@ from trainwright.checkpoint.encoding import map_tensors
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import metrics_by_step
-from trainwright.checkpoint.run_folder import FolderLock, run_id
+from trainwright.checkpoint.run_folder import LOG_FILE, FolderLock, run_id
 from trainwright.compile.graph import GraphStep, StepTensor
 from trainwright.compile.guards import GuardedObjects, has_user_code_between_steps
 from trainwright.compile.regions import (
@@ -61,7 +61,7 @@ from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import IGNORED_LABEL, Window, merge, summarise
 from trainwright.events.media import merge_media
 from trainwright.events.storage import full_logs
-from trainwright.log import outlive_console
+from trainwright.log import outlive_console, rank_log, run_log
 from trainwright.loop.checkpointing import BestCheckpoint, Checkpointing
 from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator, logs_of
 from trainwright.loop.heartbeat import Heartbeat
@@ -507,6 +507,12 @@ class Trainer:
         return self.context.folder
 
     @property
+    def log_files(self) -> list[Path]:
+        """The files in the run folder to which this rank writes the package's log."""
+        rank = [rank_log(self.folder, self.ranks.rank)] if self.ranks.size > 1 else []
+        return [self.folder / LOG_FILE, *rank] if self.ranks.is_first else rank
+
+    @property
     def is_main_process(self) -> bool:
         """True on the rank that writes files and logs."""
         return self.ranks.is_first
@@ -650,7 +656,7 @@ class Trainer:
                 if isinstance(batch, Mapping):
                     reject_mismatch(type(self).forward, tuple(batch))
                 raise
-            except (IndexError, RuntimeError) as error:
+            except (LookupError, RuntimeError) as error:
                 explain_failure(error, batch, self.model)
                 raise
         while self._unchecked_metrics:
@@ -675,7 +681,7 @@ class Trainer:
             returned = self.read_outputs(outputs, batch)
             result = read_forward(returned, batch, self.model, micro_batch.num_samples, self._loss)
             self.add_metrics(result, batch)
-        except (IndexError, RuntimeError) as error:
+        except (LookupError, RuntimeError) as error:
             explain_failure(error, batch, self.model)
             raise
         while self._unchecked_metrics:
@@ -725,7 +731,7 @@ class Trainer:
             raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
         if self.is_finished:
             if state.step >= self.max_steps:
-                ended, remedy = "ended", "Raise its limit (trainer.max_steps, max_epochs or max_samples)"
+                ended, remedy = "ended", "Raise its limit (max_steps, max_epochs or max_samples)"
             else:
                 ended, remedy = "was stopped, by a hook or the end of its data,", "Change what stopped it"
             logger.info("The run %s at step %d: nothing is left to do. %s to continue.", ended, state.step, remedy)
@@ -934,8 +940,9 @@ class Trainer:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
-        hooks = self._hook_calls
-        with outlive_console(), FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self._garbage:
+        hooks, lock = self._hook_calls, FolderLock(self.folder, enabled=self.ranks.is_first)
+        with run_log() as open_logs, outlive_console(), lock, self.storage, self._garbage:
+            open_logs(*self.log_files)
             try:
                 if self.eval_data:
                     self._best.check(self.metric_names)

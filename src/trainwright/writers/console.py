@@ -5,7 +5,6 @@ Silent where the package's log level is above INFO (`-q`).
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from trainwright.backends import memory_in_use
 from trainwright.events import EventStorage
+from trainwright.log import is_progress_shown
 from trainwright.safe_text import safe
 from trainwright.writers.writer import Writer
 
@@ -40,7 +40,7 @@ class ConsoleWriter(Writer):
 
     def write(self, storage: EventStorage) -> None:
         """Shows the line."""
-        if logging.getLogger("trainwright").level > logging.INFO:
+        if not is_progress_shown():
             return
         line = storage.line
         if "loss" in line:
