@@ -191,7 +191,7 @@ def main_of(**values):
         ({"batch_size": 2.5}, "--batch-size: must be a whole number of at least 1; got 2.5."),
         (
             {"batch_size": 100},
-            "--batch-size × --gradient-accumulation-steps × ranks: batch_size: 100 is more than the 24",
+            "--batch-size × --gradient-accumulation-steps × ranks: trainer.global_batch_size: 100 is more than the 24",
         ),
         ({"lr": "fast"}, "--lr: must be a number above 0; got 'fast'."),
         ({"warmup": 20}, "--warmup: must be a fraction from 0 to 1; got 20."),

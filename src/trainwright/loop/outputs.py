@@ -66,6 +66,7 @@ _DTYPE_ERROR = re.compile(
     r"same dtype|should be the same|target dtype|scalar types?|[Ff]ound dtype|not implemented for '|can't be cast to"
 )
 """What torch says of operands whose dtypes do not fit together."""
+_INTEGER = re.compile(r"\b(long|int|short|char|byte|bool)\b|unsigned char")
 
 
 def explain_failure(error: LookupError | RuntimeError, batch: Any, model: torch.nn.Module) -> None:
@@ -153,10 +154,15 @@ def _explain_dtypes(error: RuntimeError, batch: Any, model: torch.nn.Module) -> 
             f"The weights are {word}, but the batch's {other} is float32 ({error}). Set runtime.precision: {word}, "
             "which casts where operations need it, or give the data in that precision."
         ) from error
-    doubles = [name for name, value in fields.items() if value.dtype == torch.float64 and value.dtype not in kinds]
-    integers = [name for name, value in fields.items() if not value.dtype.is_floating_point and name != "labels"]
+    named = str(error).lower()
+    doubles = [name for name, value in fields.items() if value.dtype == torch.float64 and "double" in named]
+    integers = [
+        name
+        for name, value in fields.items()
+        if not value.is_floating_point() and name != "labels" and _INTEGER.search(named)
+    ]
     wrong = doubles or integers
-    if not wrong or len(kinds) != 1:
+    if not wrong or len(kinds) != 1 or torch.float64 in kinds:
         return
     reason = " NumPy's and Python's numbers are float64 unless they are converted." if doubles else ""
     raise DataError(
