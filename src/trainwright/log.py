@@ -25,15 +25,32 @@ _MAX_BUFFERED_RECORDS = 10_000
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr`, which notebooks and tests replace."""
+    """Writes to the current `sys.stderr`, which notebooks and tests replace.
+
+    In a notebook, which shows stderr as errors, messages below WARNING go to `sys.stdout`.
+    """
+
+    _level = logging.NOTSET
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record, under the handler's lock."""
+        self._level = record.levelno
+        super().emit(record)
 
     @property
     def stream(self) -> TextIO:
-        return sys.stderr
+        return sys.stdout if self._level < logging.WARNING and in_notebook() else sys.stderr
 
     @stream.setter
     def stream(self, _: TextIO) -> None:
         """Ignores the assignment by logging."""
+
+
+def in_notebook() -> bool:
+    """Returns True in a Jupyter kernel, whose outputs a browser shows; False in a terminal with IPython."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return hasattr(shell, "kernel")
 
 
 class _SafeFormatter(logging.Formatter):

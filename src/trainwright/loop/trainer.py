@@ -87,6 +87,9 @@ from trainwright.parallel.replicate import copy_from_first
 from trainwright.user_code.constructors import check_constructed, reject_missing_context, reject_unknown_arguments
 from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.signatures import reject_mismatch
+from trainwright.writers.curves import plot_curves
+from trainwright.writers.json_lines import read_history
+from trainwright.writers.notebook import run_html
 from trainwright.writers.writer import RunInfo, Writer, unstored_media
 
 if TYPE_CHECKING:
@@ -846,6 +849,36 @@ class Trainer:
     def barrier(self) -> None:
         """Waits until every rank calls it."""
         self.ranks.barrier()
+
+    def plot(self, *names: str, ax: Any = None) -> Any:
+        """Draws values of the log over the steps with matplotlib and returns the axes: `plot("loss", "valid/loss")`.
+
+        Without names it draws the losses. `ax` are axes to draw in; by default a figure is created.
+        """
+        curves = self._curves()
+        losses = [name for name in curves if name.rpartition("/")[2] == "loss"]
+        return plot_curves(curves, names or losses or ["loss"], ax=ax)
+
+    def _repr_html_(self) -> str:
+        """Returns the run as a notebook shows it: progress, losses and last values."""
+        curves = self._curves()
+        return run_html(
+            self.config.name,
+            step=self._state.step,
+            max_steps=self.max_steps or None,
+            curves=curves,
+            latest={name: points[-1][1] for name, points in curves.items()},
+            details=str(self.folder),
+        )
+
+    def _curves(self) -> dict[str, list[tuple[int, float]]]:
+        """Returns the numbers of the log by name, with their steps; the storage has those that no file has."""
+        found = read_history(self.folder)
+        for name in self.storage.latest():
+            points = [(step, value) for step, value in self.storage.history(name) if isinstance(value, int | float)]
+            if points:
+                found.setdefault(name, points)
+        return found
 
     def seed_step(self) -> None:
         """Seeds torch's generators for this step.
