@@ -26,6 +26,7 @@ from trainwright.api.train_arguments import (
 )
 from trainwright.build.run import build_trainer
 from trainwright.config import Origin, RunConfig
+from trainwright.config.component import type_of
 from trainwright.errors import ConfigError, shorten_tracebacks
 from trainwright.log import run_log, show_log_unless_configured
 from trainwright.loop.hook import Hook
@@ -141,7 +142,11 @@ def train(
             "optimizer": None if is_built_here else optimizer_component(optimizer, lr),
             "schedule": None if schedule is None else component("schedule", schedule, example='{"type": "cosine"}'),
         }
-        order = None if sampler is None else component("sampler", sampler, example='{"type": "weighted", …}')
+        is_sampler = hasattr(sampler, "__iter__") and not isinstance(sampler, str | Mapping | type)
+        order = None
+        if sampler is not None and not is_sampler:
+            order = component("sampler", sampler, example='{"type": "weighted", "weights": [1, 2, 1]}')
+        objects = {**metric_objects, **({"sampler": sampler} if is_sampler else {})}
         chosen = {"device": None if device is None else str(device)}
         chosen["precision"] = None if precision is None else precision_name(precision)
         settings = {
@@ -155,7 +160,7 @@ def train(
                 "type": TRAINER,
                 **_given_only(optional),
                 "global_batch_size": given("batch_size", batch_size),
-                CODE: fingerprints(model, {"forward": forward, "collator": collator}, optimizer, hooks, metric_objects),
+                CODE: fingerprints(model, {"forward": forward, "collator": collator}, optimizer, hooks, objects),
             },
             "runtime": _given_only(chosen),
             "evaluation": {"metrics": given("metrics", metric_components)} if metric_components else {},
@@ -167,6 +172,7 @@ def train(
             FunctionTask(forward, metric_objects),
             eval_data=eval_data,
             collator=collator,
+            sampler=sampler if is_sampler else None,
             hooks=hooks,
             build_optimizer=partial(_given_optimizer, optimizer, lr) if is_built_here else None,
         )
@@ -186,6 +192,7 @@ def _given_parts(
     *,
     eval_data: Any,
     collator: Callable[[list[Any]], Any] | None,
+    sampler: Any,
     hooks: Sequence[Hook],
     build_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None,
 ) -> type[Trainer]:
@@ -218,6 +225,10 @@ def _given_parts(
             return build.collator() if collator is None else collator
 
         @classmethod
+        def build_sampler(cls, build: Builder, dataset: Any) -> Any:
+            return build.sampler(dataset) if sampler is None else sampler
+
+        @classmethod
         def build_hooks(cls, build: Builder) -> list[Hook]:
             return [*build.hooks(), *hooks]
 
@@ -246,8 +257,8 @@ def _reject_wrong_parts(model: Any, optimizer: Any, *, lr: float | None, schedul
         raise ConfigError(f"model: must be a torch.nn.Module; got {model!r}.{advice}", where=caller())
     if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
         raise ConfigError(
-            f"schedule: this {type(schedule).__name__} would be stepped by nobody, and its state would not be saved. "
-            f'Pass a component instead, such as {{"type": "cosine", "warmup_steps": 100}}.',
+            f"schedule: this {type(schedule).__name__} is an object, whose state a resumed run could not "
+            f'restore. Pass a component: {{"type": "{type_of(type(schedule))}", …}} with its arguments.',
             where=caller(),
         )
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -21,7 +21,7 @@ from trainwright.config import Node, Origin
 from trainwright.config.component import type_of
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.registry import resolve as registry
-from trainwright.user_code.fingerprints import fingerprint, is_users
+from trainwright.user_code.fingerprints import fingerprint, is_users, users_functions
 from trainwright.user_code.locations import caller, location_of, name_of, parameters_of
 
 DEFAULT_LR = 1e-3
@@ -174,11 +174,22 @@ def fingerprints(
     for argument, each in objects.items():
         found[argument] = given(argument, f"{type(each).__name__} {fingerprint(each)}")
     of_hooks = {
-        type(hook).__name__: given("hooks", _described(type(hook)), at=location_of(type(hook)))
+        name: given("hooks", _described(code), at=location_of(code))
         for hook in hooks
-        if is_users(type(hook))
+        for name, code in _code_of_hook(hook)
     }
     return {**found, **({"hooks": of_hooks} if of_hooks else {})}
+
+
+def _code_of_hook(hook: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the class of a user's hook, or the functions that one of ours calls, such as `Every(10)(function)`."""
+    kind = type(hook)
+    if is_users(kind):
+        yield kind.__name__, kind
+        return
+    for value in vars(hook).values():
+        for function in users_functions(value):
+            yield f"{kind.__name__} {function.__name__}", function
 
 
 def _described(target: Any) -> str:

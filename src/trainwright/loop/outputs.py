@@ -7,9 +7,11 @@ model's `criterion` computes it from the outputs and the labels. `metrics` in a 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +22,7 @@ from trainwright.events.mean import IGNORED_LABEL
 from trainwright.memory.out_of_memory import is_out_of_memory
 from trainwright.models.layers.losses import count_labels
 from trainwright.tracebacks import user_location
-from trainwright.user_code.locations import definition_of, is_user_file
+from trainwright.user_code.locations import UserFiles, definition_of, is_user_file, line_of_traceback
 
 Loss = torch.Tensor | Mean
 
@@ -89,22 +91,22 @@ def explain_failure(error: LookupError | RuntimeError, batch: Any, model: torch.
 
 
 def _reject_missing_key(error: KeyError, batch: Any) -> None:
-    """Raises if the key was looked up in the batch: a frame of the traceback has a mapping with the batch's keys."""
+    """Raises if the key was looked up in the batch: the failing expression begins with a mapping of the same keys."""
     key = error.args[0] if error.args else None
     if not isinstance(batch, Mapping) or not isinstance(key, str) or key in batch:
         return
-    keys, link, where = {*batch}, error.__traceback__, None
-    while link is not None:
-        frame, link = link.tb_frame, link.tb_next
-        if is_user_file(frame.f_code.co_filename) and any(
-            isinstance(each, Mapping) and len(each) == len(keys) and {*each} == keys for each in frame.f_locals.values()
-        ):
-            where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    if where is not None:
+    users = UserFiles(Path.cwd())
+    location = line_of_traceback(error, users)
+    if location is None or location.columns is None:
+        return
+    name = re.match(r"\w*", location.text[slice(*location.columns)])
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename in users]
+    searched = frames[-1].f_locals.get(name[0]) if name is not None else None
+    if isinstance(searched, Mapping) and {*searched} == {*batch}:
         raise DataError(
             f"The batch has no {key!r}; its keys are {', '.join(map(str, batch))}. Rename the field in the dataset or "
             "the collator, or the key here.",
-            where=where,
+            where=user_location(error),
         ) from error
 
 

@@ -42,6 +42,16 @@ def is_users(target: Any) -> bool:
     return bool(files) and (module_file is None or is_user_file(module_file))
 
 
+def users_functions(value: Any) -> Iterator[FunctionType]:
+    """Yields a user's function, or those that a function of this package, such as that of a hook, calls."""
+    if isinstance(value, FunctionType):
+        if is_users(value):
+            yield value
+        else:
+            for each in _closure(value).values():
+                yield from users_functions(each)
+
+
 def _texts(target: Any, seen: set[int]) -> Iterator[str]:
     """Yields the code of a target and of all that it uses, each once."""
     while isinstance(target, functools.partial):

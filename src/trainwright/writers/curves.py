@@ -34,7 +34,7 @@ def decimate(points: Points, max_points: int) -> list[tuple[float, float]]:
     finite, at which the curve has a gap.
 
     >>> decimate([(step, step % 10) for step in range(1000)], 4)
-    [(0, 0), (9, 9), (990, 0), (999, 9)]
+    [(0, 0), (499, 9), (500, 0), (999, 9)]
     """
     if len(points) <= max_points:
         return list(points)
