@@ -127,15 +127,19 @@ def test_an_optimizer_of_the_program_gives_the_losses_of_its_class_and_resumes()
 def test_a_schedule_leaves_an_optimizer_of_the_program_with_its_rate():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    short(model, optimizer=optimizer, schedule="cosine", max_steps=4)
-    assert optimizer.param_groups[0]["lr"] == 0.5
+    before = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    one_cycle = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.7)
+    for name, schedule in (("one_cycle", one_cycle), ("notebook", "cosine")):
+        short(model, name=name, optimizer=optimizer, schedule=schedule, max_steps=4)
+        assert {name: value for name, value in optimizer.param_groups[0].items() if name != "params"} == before
     short(model, optimizer=optimizer, schedule="cosine", max_steps=8)
     short(name="whole", optimizer={"type": "torch.optim:SGD", "lr": 0.5}, schedule="cosine", max_steps=8)
     assert [line["lr"] for line in lines()][4:] == [line["lr"] for line in lines("whole")][4:]
 
 
 def test_a_schedule_is_a_component():
-    for number, schedule in enumerate(("linear", {"type": "linear"}, Component("linear"))):
+    torchs = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    for number, schedule in enumerate(("linear", {"type": "linear"}, Component("linear"), torchs)):
         short(name=f"run{number}", schedule=schedule)
         assert lines(f"run{number}")[-1]["lr"] < 1e-3
 

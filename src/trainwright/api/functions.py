@@ -177,7 +177,7 @@ def train(
             build_optimizer=partial(_given_optimizer, optimizer, lr) if is_built_here else None,
         )
         show_log_unless_configured()
-        with run_log() as open_logs, _restored_rates(optimizer if schedule is not None else None):
+        with run_log() as open_logs, _restored_settings(optimizer if schedule is not None else None):
             trainer = build_trainer(config, parts, fresh=fresh, accept_changes=accept_changes)
             if not trainer.is_finished:
                 open_logs(*trainer.log_files)
@@ -301,12 +301,14 @@ def _given_optimizer(optimizer: Any, lr: float | None, model: torch.nn.Module) -
 
 
 @contextmanager
-def _restored_rates(optimizer: Any) -> Iterator[None]:
-    """Restores the learning rates of an optimizer at the end: a schedule multiplies those that it finds."""
+def _restored_settings(optimizer: Any) -> Iterator[None]:
+    """Restores the settings of an optimizer's groups at the end: a schedule multiplies the rates that it finds."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    rates = [group["lr"] for group in groups]
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     try:
         yield
     finally:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+        for group, before in zip(groups, settings, strict=False):  # a thawed parameter may have added a group
+            for name in [name for name in group if name != "params" and name not in before]:
+                del group[name]
+            group.update(before)
