@@ -4,11 +4,13 @@ import functools
 import inspect
 import json
 import logging
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from tests.distributed.forked_launch import launch_well
 from tests.forked_program import run_script
 from tests.messages import mentions, raises
 from torch import nn
@@ -194,6 +196,28 @@ def test_every_argument_is_in_the_docstring_and_in_the_table_of_the_docs():
     assert listed == names
     table = re.findall(r"^\| `(\w+)` \|", (DOCS / "notebooks.md").read_text("utf-8"), re.MULTILINE)
     assert table == names
+
+
+def test_two_processes_train_as_one_and_reject_an_optimizer_of_unsharded_parameters(tmp_path):
+    settings = ["writers=[json]", "log.every_steps=1", "runtime.device=cpu"]
+
+    def given():
+        model = net()
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
+
+    def act(folder):
+        os.chdir(folder)
+        short(**given(), name="two", overrides=settings)
+        with pytest.raises(ConfigError, match="sharded"):
+            short(**given(), name="sharded", overrides=[*settings, "runtime.mesh={fsdp: 2}"])
+        mesh = [*settings, "runtime.mesh={fsdp: 2}"]
+        short(name="by_class", optimizer=torch.optim.SGD, lr=0.5, overrides=mesh)
+
+    launch_well(tmp_path, 2, act)
+    short(**given(), name="one", overrides=settings)
+    assert losses("two") == pytest.approx(losses("one"))
+    assert losses("by_class") == pytest.approx(losses("one"))
+    assert "2 processes" in Path("runs/two/logs/rank-1.txt").read_text("utf-8")
 
 
 # errors name arguments

@@ -296,6 +296,7 @@ def _given_optimizer(optimizer: Any, lr: float | None, model: torch.nn.Module) -
         raise ConfigError(
             f"optimizer: this {kind} has the parameters of the model before it was sharded. Pass the class, "
             f"optimizer={kind}, or a component.",
+            where=caller(),
         )
     return optimizer
 
