@@ -219,6 +219,12 @@ def test_the_page_on_memory_works_and_its_settings_change_no_loss(reader):
     assert losses_of("plain") == losses_of("activation_checkpointing")
 
 
+def test_the_page_on_notebooks_works(reader):
+    pytest.importorskip("matplotlib")
+    reader.read(blocks_of((DOCS / "notebooks.md").read_text("utf-8")))
+    assert Path("losses.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_page_on_security_works(reader):
     pytest.importorskip("sklearn")
     for block in blocks_of((DOCS / "security.md").read_text("utf-8")):

@@ -5,7 +5,7 @@ import logging
 import pytest
 from tests.messages import mentions
 
-from trainwright.log import rank_log, run_log, show_log
+from trainwright.log import is_progress_shown, rank_log, run_log, show_log, show_log_unless_configured
 
 
 @pytest.fixture
@@ -91,3 +91,36 @@ def test_a_run_that_opens_no_file_leaves_none_and_no_handler(package, tmp_path):
         package.info("nothing is left to do")
     assert package.handlers == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_inner_run_writes_to_the_files_of_the_outer_one_and_its_error_once(package, tmp_path):
+    def run():
+        with run_log() as open_files:
+            package.info("building")
+            open_files(tmp_path / "log.txt")
+            with run_log() as open_again:
+                open_again(tmp_path / "log.txt")
+                package.info("training")
+                raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match="no such layer"):
+        run()
+    text = (tmp_path / "log.txt").read_text("utf-8")
+    assert [text.count(each) for each in ("building", "training", "ERROR no such layer")] == [1, 1, 1]
+
+
+def test_a_program_with_handlers_of_its_own_shows_the_messages_itself(package, capsys):
+    show_log()
+    show_log_unless_configured()  # pytest has handlers of the root logger
+    package.info("step 3")
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_is_shown_unless_the_level_is_above_info(package):
+    assert is_progress_shown()
+    package.setLevel(logging.WARNING)
+    assert not is_progress_shown()
+    show_log(logging.WARNING)  # -q
+    assert not is_progress_shown()
+    show_log(logging.DEBUG)
+    assert is_progress_shown()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
+import traceback
 from types import TracebackType
 
 from trainwright.safe_text import escape_controls, mask_secrets
@@ -33,6 +35,24 @@ class TrainwrightError(Exception):
         self.problem = mask_secrets(problem)
         self.where = where
         super().__init__(mask_secrets(f"{where}: {problem}" if where is not None else problem))
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns what a notebook shows: the message without a traceback, as the command line does.
+
+        The file of a cell, a temporary one, is shown as In[3]. Log level DEBUG shows tracebacks.
+        """
+        if logging.getLogger("trainwright").getEffectiveLevel() <= logging.DEBUG:
+            return traceback.format_exception(self)
+        text = escape_controls(str(self))
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        name_cell = getattr(getattr(shell, "compile", None), "format_code_name", lambda file: None)
+
+        def replace(found: re.Match[str]) -> str:
+            cell = name_cell(found[1])
+            return found[0] if cell is None else f"{' '.join(cell)}, line {found[2]}"
+
+        shown = re.sub(r"([^\s:]+):(\d+)", replace, text)
+        return [f"{type(self).__name__}: {shown}"]
 
 
 def shorten_tracebacks() -> None:

@@ -25,15 +25,32 @@ _MAX_BUFFERED_RECORDS = 10_000
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current `sys.stderr`, which notebooks and tests replace."""
+    """Writes to the current `sys.stderr`, which notebooks and tests replace.
+
+    In a notebook, which shows stderr as errors, messages below WARNING go to `sys.stdout`.
+    """
+
+    _level = logging.NOTSET
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record, under the handler's lock."""
+        self._level = record.levelno
+        super().emit(record)
 
     @property
     def stream(self) -> TextIO:
-        return sys.stderr
+        return sys.stdout if self._level < logging.WARNING and in_notebook() else sys.stderr
 
     @stream.setter
     def stream(self, _: TextIO) -> None:
         """Ignores the assignment by logging."""
+
+
+def in_notebook() -> bool:
+    """Returns True in a Jupyter kernel, whose outputs a browser shows; False in a terminal with IPython."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return hasattr(shell, "kernel")
 
 
 class _SafeFormatter(logging.Formatter):
@@ -56,6 +73,36 @@ def show_log(level: int = logging.INFO) -> None:
     shown.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.ERROR))
 
 
+def show_log_unless_configured() -> None:
+    """Shows the package's messages on stderr, from INFO, for a script or a notebook.
+
+    A program that has configured logging keeps its configuration: a level of the logger `trainwright` is respected, and
+    handlers of the root logger (`logging.basicConfig`) or of `trainwright` show the messages instead, from their level.
+    """
+    package = logging.getLogger("trainwright")
+    if _has_own_handlers(package):
+        for handler in [each for each in package.handlers if isinstance(each, _StderrHandler)]:
+            package.removeHandler(handler)  # of an earlier call
+        return
+    level = package.level
+    show_log(logging.INFO if level == logging.NOTSET else level)
+    package.setLevel(logging.INFO if level == logging.NOTSET else level)
+
+
+def is_progress_shown() -> bool:
+    """Returns True unless the log level is above INFO, by the program's configuration or on the command line (`-q`)."""
+    package = logging.getLogger("trainwright")
+    shown = next((handler for handler in package.handlers if isinstance(handler, _StderrHandler)), None)
+    is_quiet = shown is not None and shown.level > logging.INFO and os.environ.get("RANK", "0") == "0"
+    return package.isEnabledFor(logging.INFO) and not is_quiet
+
+
+def _has_own_handlers(package: logging.Logger) -> bool:
+    """Returns True if the program has configured logging."""
+    own = (_StderrHandler, _Buffer, _RunFile)
+    return bool(logging.getLogger().handlers) or any(not isinstance(each, own) for each in package.handlers)
+
+
 def flush_log() -> None:
     """Flushes all handlers, for a process that exits without cleanup."""
     for handler in logging.getLogger("trainwright").handlers:
@@ -72,19 +119,23 @@ def run_log() -> Iterator[Callable[..., None]]:
     """Buffers the package's log until the run's files are known; yields a function that opens these paths.
 
     The function is called at most once. An error that ends the context is written to the files with its traceback.
+    Within another such context nothing happens: the outer one writes the files.
     """
     package = logging.getLogger("trainwright")
+    if any(isinstance(handler, _Buffer | _RunFile) for handler in package.handlers):
+        yield lambda *paths: None
+        return
     level = package.level
-    if level == logging.NOTSET:
+    if level == logging.NOTSET and not _has_own_handlers(package):
         package.setLevel(logging.INFO)  # a script without logging configuration
     buffer = _Buffer()
     package.addHandler(buffer)
-    files: list[logging.FileHandler] = []
+    files: list[_RunFile] = []
 
     def open_files(*paths: Path) -> None:
         for path in paths:
             path.parent.mkdir(exist_ok=True)
-            file = logging.FileHandler(path, encoding="utf-8")
+            file = _RunFile(path, encoding="utf-8")
             file.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
             for record in buffer.records:
                 file.handle(record)
@@ -103,6 +154,10 @@ def run_log() -> Iterator[Callable[..., None]]:
         for handler in (buffer, *files):
             package.removeHandler(handler)
             handler.close()
+
+
+class _RunFile(logging.FileHandler):
+    """Writes a log file of the run."""
 
 
 class _Buffer(logging.Handler):

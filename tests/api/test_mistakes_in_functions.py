@@ -248,13 +248,13 @@ def test_flags_without_effect_are_logged(caplog):
 @pytest.mark.parametrize(
     ("given", "origin"),
     [
-        ({"batch_size": 100}, "train(batch_size=…): trainer.global_batch_size: 100 is more than the 24 samples"),
-        ({"max_steps": 0}, "train(max_steps=…): trainer.max_steps: "),
-        ({"max_steps": np.ones(2)}, "train(max_steps=…): trainer.max_steps: "),
-        ({"lr": "fast"}, "train(lr=…): trainer.optimizer"),
+        ({"batch_size": 100}, "train(batch_size=…): batch_size: 100 is more than the 24 samples"),
+        ({"max_steps": 0}, "train(max_steps=…): max_steps: "),
+        ({"max_steps": np.ones(2)}, "train(max_steps=…): max_steps: "),
+        ({"lr": "fast"}, "train(lr=…): lr: "),
         ({"name": "../x"}, "train(name=…): name: "),
-        ({"data": []}, "train(data=…): data.train: "),
-        ({"eval_data": DataLoader(Points(4))}, "train(eval_data=…): data.eval.eval: "),
+        ({"data": []}, "train(data=…): data: "),
+        ({"eval_data": DataLoader(Points(4))}, "train(eval_data=…): eval_data: "),
     ],
 )
 def test_wrong_arguments_of_train_are_named_on_the_line_of_the_call(given, origin):

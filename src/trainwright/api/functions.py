@@ -1,20 +1,34 @@
 """`train(model, data, …)`: training from a notebook or a short script.
 
-training_main.py and arguments.py have `training_main` and `get_args`, SwissArmyTransformer's form.
+train_arguments.py converts its arguments to settings. training_main.py and arguments.py have `training_main` and
+`get_args`, SwissArmyTransformer's form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from trainwright.api.train_arguments import (
+    CODE,
+    component,
+    errors_name_arguments,
+    fingerprints,
+    given,
+    metric_arguments,
+    optimizer_component,
+    precision_name,
+)
 from trainwright.build.run import build_trainer
-from trainwright.config import Node, Origin, RunConfig
-from trainwright.config.interpolation import escape_plain
+from trainwright.config import Origin, RunConfig
+from trainwright.config.component import type_of
 from trainwright.errors import ConfigError, shorten_tracebacks
-from trainwright.log import show_log
+from trainwright.log import run_log, show_log_unless_configured
 from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Builder, Trainer
@@ -25,14 +39,24 @@ Forward = Callable[[torch.nn.Module, Any], Any]
 
 
 class FunctionTask(Task):
-    """A task whose forward is a function `forward(model, batch)`."""
+    """A task whose forward is a function `forward(model, batch)`; with None the model is called with the batch."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward | None, metrics: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._forward = forward
+        self._metrics = metrics
+
+    @property
+    def is_default(self) -> bool:
+        """True if it is the default task."""
+        return self._forward is None and not self._metrics
 
     def forward(self, model: torch.nn.Module, batch: Any) -> Any:
         """Calls the function."""
-        return self._forward(model, batch)
+        return super().forward(model, batch) if self._forward is None else self._forward(model, batch)
+
+    def build_metrics(self) -> dict[str, Any]:
+        """Returns the metrics that are objects."""
+        return dict(self._metrics)
 
 
 class PartsTrainer(Trainer):
@@ -59,36 +83,134 @@ def train(
     forward: Forward | None = None,
     eval_data: Any = None,
     collator: Callable[[list[Any]], Any] | None = None,
+    sampler: Any = None,
     hooks: Sequence[Hook] = (),
-    max_steps: int,
+    metrics: Any = None,
+    max_steps: int | None = None,
+    max_epochs: float | None = None,
     batch_size: int = 32,
-    lr: float = 1e-3,
+    optimizer: Any = None,
+    lr: float | None = None,
+    schedule: Any = None,
+    device: str | torch.device | None = None,
+    precision: str | torch.dtype | None = None,
     name: str = "notebook",
     overrides: Sequence[str] = (),
     fresh: bool = False,
+    accept_changes: bool = False,
 ) -> Trainer:
-    """Trains a model on a dataset and returns the trainer, which has the model, the step and the storage.
+    """Trains a model on a dataset and returns the trainer, which has the model, the step, the curves and the storage.
 
-    `forward(model, batch)` returns a loss, or (loss, metrics); by default the model is called with the batch.
-    `eval_data` is a dataset, or several by name. `overrides` sets any other setting, as on the command line:
-    `overrides=["trainer.schedule={type: cosine}"]`. Calling `train` again resumes the run of that name;
-    `fresh=True` starts over.
+    Calling `train` again resumes the run of that name. A component is a name ("lion"), a mapping with `type` and
+    arguments ({"type": "lion", "lr": 1e-4}), a `Component`, a class, or a `functools.partial` of a class.
+
+    model           the module to train, on any device; it is moved and trained in place
+    data            the training dataset: samples by index, or a stream
+    forward         `forward(model, batch)` returns a loss, (loss, metrics), or a mapping with `loss`; default: the
+                    model is called with the batch, `model(**batch)`
+    eval_data       a dataset, or several by name; default: no evaluation
+    collator        a function from a list of samples to a batch; default: stacks tensors
+    sampler         the order of the samples: a component, or a torch Sampler; default: shuffled by the seed
+    hooks           objects with events such as `after_step`
+    metrics         metrics of the evaluation: a name, or a mapping from names to components or objects with
+                    `update` and `compute`
+    max_steps       the number of updates
+    max_epochs      the number of passes over the data; the first limit that is reached ends the run
+    batch_size      samples per update, over all ranks
+    optimizer       a component, or an optimizer of this model's parameters; default: adamw
+    lr              the learning rate, unless `optimizer` has its own; default: 1e-3 where the optimizer has no default
+    schedule        the learning-rate schedule, a component; default: constant
+    device          "cpu", "cuda", "tpu", or a torch.device; default: the fastest one
+    precision       "fp32", "bf16", "fp16", or the dtype; default: fp32
+    name            the run folder is runs/NAME
+    overrides       any other setting, as on the command line: ["evaluation.every_steps=50"]
+    fresh           starts over; the earlier run is kept in runs/NAME.old
+    accept_changes  continues although code or settings that affect the result differ from those of the saved run
     """
     shorten_tracebacks()
-    if forward is not None:
-        reject_wrong_call(forward, ("model", "batch"), role="forward")
-    if collator is not None:
-        reject_wrong_call(collator, ("samples",), role="collator")
+    with errors_name_arguments(overrides, has_optimizer=optimizer is not None):
+        if forward is not None:
+            reject_wrong_call(forward, ("model", "batch"), role="forward")
+        if collator is not None:
+            reject_wrong_call(collator, ("samples",), role="collator")
+        _reject_wrong_parts(model, optimizer, lr=lr, schedule=schedule)
+        is_built_here = isinstance(optimizer, torch.optim.Optimizer) or _is_local_class(optimizer)
+        metric_components, metric_objects = metric_arguments(metrics)
+        optional = {
+            "max_steps": max_steps,
+            "max_epochs": max_epochs,
+            "optimizer": None if is_built_here else optimizer_component(optimizer, lr),
+            "schedule": None if schedule is None else component("schedule", schedule, example='{"type": "cosine"}'),
+        }
+        is_sampler = hasattr(sampler, "__iter__") and not isinstance(sampler, str | Mapping | type)
+        order = None
+        if sampler is not None and not is_sampler:
+            order = component("sampler", sampler, example='{"type": "weighted", "weights": [1, 2, 1]}')
+        objects = {**metric_objects, **({"sampler": sampler} if is_sampler else {})}
+        chosen = {"device": None if device is None else str(device)}
+        chosen["precision"] = None if precision is None else precision_name(precision)
+        settings = {
+            "name": given("name", name),
+            "data": {  # in the program; the origins are for errors
+                "train": given("data", None),
+                "eval": given("eval_data", {}),
+                **_given_only({"sampler": order}),
+            },
+            "trainer": {
+                "type": TRAINER,
+                **_given_only(optional),
+                "global_batch_size": given("batch_size", batch_size),
+                CODE: fingerprints(model, {"forward": forward, "collator": collator}, optimizer, hooks, objects),
+            },
+            "runtime": _given_only(chosen),
+            "evaluation": {"metrics": given("metrics", metric_components)} if metric_components else {},
+        }
+        config = _config_of(settings, overrides)
+        parts = _given_parts(
+            model,
+            data,
+            FunctionTask(forward, metric_objects),
+            eval_data=eval_data,
+            collator=collator,
+            sampler=sampler if is_sampler else None,
+            hooks=hooks,
+            build_optimizer=partial(_given_optimizer, optimizer, lr) if is_built_here else None,
+        )
+        show_log_unless_configured()
+        with run_log() as open_logs, _restored_settings(optimizer if schedule is not None else None):
+            trainer = build_trainer(config, parts, fresh=fresh, accept_changes=accept_changes)
+            if not trainer.is_finished:
+                open_logs(*trainer.log_files)
+            trainer.train()
+        return trainer
+
+
+def _given_parts(
+    model: torch.nn.Module,
+    data: Any,
+    task: FunctionTask,
+    *,
+    eval_data: Any,
+    collator: Callable[[list[Any]], Any] | None,
+    sampler: Any,
+    hooks: Sequence[Hook],
+    build_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer] | None,
+) -> type[Trainer]:
+    """Returns a trainer class that builds its parts from objects of the program."""
     eval_sets = eval_data if isinstance(eval_data, Mapping) else {} if eval_data is None else {"eval": eval_data}
 
     class GivenParts(PartsTrainer):
         @classmethod
         def build_task(cls, build: Builder) -> Task:
-            return build.task() if forward is None else FunctionTask(forward)
+            return build.task() if task.is_default else task
 
         @classmethod
         def build_model(cls, build: Builder) -> torch.nn.Module:
             return model
+
+        @classmethod
+        def build_optimizers(cls, build: Builder, model: torch.nn.Module) -> Any:
+            return build.optimizers(model) if build_optimizer is None else build_optimizer(model)
 
         @classmethod
         def build_train_data(cls, build: Builder) -> Any:
@@ -103,30 +225,17 @@ def train(
             return build.collator() if collator is None else collator
 
         @classmethod
+        def build_sampler(cls, build: Builder, dataset: Any) -> Any:
+            return build.sampler(dataset) if sampler is None else sampler
+
+        @classmethod
         def build_hooks(cls, build: Builder) -> list[Hook]:
             return [*build.hooks(), *hooks]
 
-    show_log()
-    config = _config_of(name, max_steps=max_steps, batch_size=batch_size, lr=lr, overrides=overrides)
-    trainer = build_trainer(config, GivenParts, fresh=fresh)
-    trainer.train()
-    return trainer
+    return GivenParts
 
 
-def _config_of(name: str, *, max_steps: int, batch_size: int, lr: float, overrides: Sequence[str]) -> RunConfig:
-    settings = {
-        "name": _given("name", name),
-        "data": {
-            "train": _given("data", None),
-            "eval": _given("eval_data", {}),
-        },  # in the program; the origins are for errors
-        "trainer": {
-            "type": TRAINER,
-            "max_steps": _given("max_steps", max_steps),
-            "global_batch_size": _given("batch_size", batch_size),
-            "optimizer": {"type": "adamw", "lr": _given("lr", lr)},
-        },
-    }
+def _config_of(settings: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     config = RunConfig.from_dict(settings, overrides, where=Origin.parse(caller()))
     if config.trainer.type != TRAINER:
         raise ConfigError(
@@ -137,6 +246,70 @@ def _config_of(name: str, *, max_steps: int, batch_size: int, lr: float, overrid
     return config
 
 
-def _given(argument: str, value: Any) -> Node:
-    """Returns a setting whose origin is an argument of `train`."""
-    return Node(escape_plain(value), Origin.parse(caller(), f"train({argument}=…)"))
+def _given_only(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {argument: given(argument, value) for argument, value in values.items() if value is not None}
+
+
+def _reject_wrong_parts(model: Any, optimizer: Any, *, lr: float | None, schedule: Any) -> None:
+    """Raises for objects that would have no effect, or fail later with a less clear error."""
+    if not isinstance(model, torch.nn.Module):
+        advice = f" Pass an object: {model.__name__}(…)." if isinstance(model, type) else ""
+        raise ConfigError(f"model: must be a torch.nn.Module; got {model!r}.{advice}", where=caller())
+    if isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
+        raise ConfigError(
+            f"schedule: this {type(schedule).__name__} is an object, whose state a resumed run could not "
+            f'restore. Pass a component: {{"type": "{type_of(type(schedule))}", …}} with its arguments.',
+            where=caller(),
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    if lr is not None:
+        raise ConfigError(
+            f"lr={lr:g}: has no effect, because optimizer is an object with its own rate.", where=caller()
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    num_others = sum(id(parameter) not in own for parameter in updated)
+    if num_others:
+        raise ConfigError(
+            f"optimizer: {num_others} of its {len(updated)} parameters are not parameters of this model, which may "
+            "have been created again since. Create the optimizer from its model.parameters(), or pass the class.",
+            where=caller(),
+        )
+
+
+def _is_local_class(optimizer: Any) -> bool:
+    """Returns True for a class defined inside a function, which a config cannot name."""
+    kind = optimizer.func if isinstance(optimizer, partial) else optimizer
+    return isinstance(kind, type) and "<" in kind.__qualname__
+
+
+def _given_optimizer(optimizer: Any, lr: float | None, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Returns an optimizer that the program has created, or one of a local class."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        made: torch.optim.Optimizer = optimizer(trained, **({} if lr is None else {"lr": lr}))
+        return made
+    own = {id(parameter) for parameter in model.parameters()}
+    if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        kind = type(optimizer).__name__
+        raise ConfigError(
+            f"optimizer: this {kind} has the parameters of the model before it was sharded. Pass the class, "
+            f"optimizer={kind}, or a component.",
+            where=caller(),
+        )
+    return optimizer
+
+
+@contextmanager
+def _restored_settings(optimizer: Any) -> Iterator[None]:
+    """Restores the settings of an optimizer's groups at the end: a schedule multiplies the rates that it finds."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    try:
+        yield
+    finally:
+        for group, before in zip(groups, settings, strict=False):  # a thawed parameter may have added a group
+            for name in [name for name in group if name != "params" and name not in before]:
+                del group[name]
+            group.update(before)

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -23,14 +22,14 @@ from trainwright.build.run import (
     unnamed_trainer,
 )
 from trainwright.checkpoint.resume import pick_step
-from trainwright.checkpoint.run_folder import LOG_FILE, read_config, read_trainer, run_folder
+from trainwright.checkpoint.run_folder import read_config, read_trainer, run_folder
 from trainwright.config import RunConfig
 from trainwright.config.yaml_text import absolute
 from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import HANG_EXIT_CODE, ConfigError, exit_code_of, shorten_tracebacks
 from trainwright.hooks.preemption import SignalListener
 from trainwright.launch.slurm import requeue
-from trainwright.log import outlive_console, rank_log, run_log
+from trainwright.log import outlive_console, run_log
 from trainwright.loop.evaluation import POLL_SECONDS, evaluate_checkpoints
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
@@ -135,7 +134,7 @@ def run_experiment(
             _set_evaluation(running, mode)
             was_finished = running.is_finished
             if not was_finished:  # a finished run changes nothing, including its log
-                open_logs(*_log_files(running))
+                open_logs(*running.log_files)
             starting.only_note()  # the loop handles signals itself
             logs = running.train()
             if was_finished:
@@ -287,13 +286,6 @@ def evaluate_checkpoint(
         logger.info("Evaluating %s", store.path(chosen))
     with trainer.storage:
         return trainer.evaluate_sets(sets) if sets else {}
-
-
-def _log_files(trainer: Trainer) -> Iterator[Path]:
-    if trainer.ranks.is_first:
-        yield trainer.folder / LOG_FILE
-    if trainer.ranks.size > 1:
-        yield rank_log(trainer.folder, trainer.ranks.rank)
 
 
 def _log_end(trainer: Trainer, *, keeps_folder: bool) -> None:

@@ -54,7 +54,7 @@ from trainwright.data.mix import mix
 from trainwright.data.split import sizes_by_ratio, split
 from trainwright.errors import CheckpointError, ConfigError, DataError, TrainwrightError, shorten_tracebacks
 from trainwright.events import Mean, get_event_storage
-from trainwright.log import show_log
+from trainwright.log import show_log_unless_configured
 from trainwright.loop.evaluation import EvalLogs
 from trainwright.loop.state import SCALARS
 from trainwright.loop.task import Task
@@ -836,7 +836,7 @@ def training_main(
         if given[role] is not None or role in ("forward_step_function", "create_dataset_function"):
             reject_wrong_call(given[role], arguments, role=role)
     shorten_tracebacks()
-    show_log()
+    show_log_unless_configured()
     config = config_of(args)
     flags = with_defaults(args)
     if (

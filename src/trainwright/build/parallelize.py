@@ -67,6 +67,7 @@ def parallelize_model(
     if first_has_weights:
         sent = SentWeights(model, ranks)
     else:
+        _reject_meta(model, config)
         make_equal(model, ranks)
     is_empty = first_has_weights and not ranks.is_first
     if ranks.mesh.is_split:
@@ -82,6 +83,19 @@ def parallelize_model(
 
         mark_shared(model)
     return ParallelizedModel(model, ranks.mesh, device, plan, sync)
+
+
+def _reject_meta(model: torch.nn.Module, config: RunConfig) -> None:
+    """Raises for a model without values: one that was built on the meta device and never got any."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, value in tensors if value.is_meta]
+    if empty:
+        number = f"{len(empty)} of its {len(tensors)} parameters and buffers are"
+        raise ConfigError(
+            f"{type(model).__name__} is on the meta device and has no values: {number}, among them {empty[0]}. Build "
+            'it without torch.device("meta"), or call model.to_empty(device="cpu") and initialize or load its weights.',
+            where=config.origin("model"),
+        )
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> None:

@@ -42,6 +42,7 @@ from trainwright.data.randomness import preserve_generators, seed_generators
 from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events import EventStorage
+from trainwright.log import run_log
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer, TrainerContext
@@ -171,6 +172,21 @@ def build_trainer(
     differ; without `evaluates` the evaluation sets are not used. `trainer_class` is used instead of the config's;
     config.yaml does not change, environment.json names the class.
     """
+    with run_log() as open_logs:
+        trainer = _build_trainer(config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates)
+        if not trainer.is_finished:  # a finished run changes nothing, including its log
+            open_logs(*trainer.log_files)
+    return trainer
+
+
+def _build_trainer(
+    config: RunConfig,
+    trainer_class: type[Trainer] | None,
+    *,
+    fresh: bool,
+    accept_changes: bool,
+    evaluates: bool,
+) -> Trainer:
     run_folders.reject_reserved(config)
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)

@@ -31,6 +31,9 @@ FREE_SETTINGS = (
 )
 """Settings, with all below them, that do not affect the losses and weights of further updates."""
 
+_CODE = "trainer.code."
+"""The settings that have fingerprints of code: see api/train_arguments.py."""
+
 
 def changed_settings(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Returns the settings that affect the math and differ: dotted name → (saved value, current value)."""
@@ -43,6 +46,8 @@ def changed_settings(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any
         if then.get(name) != now.get(name)
         and repr(then.get(name)) != repr(now.get(name))
         and not any(name == free or name.startswith(f"{free}.") for free in FREE_SETTINGS)
+        # Hooks may be added and removed, but an edited one is not the same.
+        and not (name.startswith(f"{_CODE}hooks.") and (name not in then or name not in now))
     }
 
 
@@ -54,11 +59,21 @@ def reject_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
     lines = []
     for name, (then, now) in changes.items():
         where = config.origin(name)
-        lines.append(f"  {'' if where is None else f'{where}: '}{name}: {then!r} → {now!r}")
+        change = f"{then!r} → {now!r}"
+        if name.startswith(_CODE):
+            change = _describe_edit(then, now)
+        lines.append(f"  {'' if where is None else f'{where}: '}{name}: {change}")
+    kind = "code" if all(name.startswith(_CODE) for name in changes) else "settings"
     raise CheckpointError(
-        f"{folder} was trained with other settings:\n" + "\n".join(lines) + "\n"
+        f"{folder} was trained with other {kind}:\n" + "\n".join(lines) + "\n"
         "Set them back, choose another name, keep the new ones with --accept-changes, or start over with --fresh."
     )
+
+
+def _describe_edit(then: str | None, now: str | None) -> str:
+    """Describes the change between two fingerprints, a name and a hash each; None: there is no such code."""
+    before, after = ((each or "").rpartition(" ")[0] or "none" for each in (then, now))
+    return f"{after} has been edited." if before == after else f"was {before}, is {after}."
 
 
 def reject_unknown_origin(checkpoint: object, folder: object) -> None:

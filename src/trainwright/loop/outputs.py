@@ -6,9 +6,12 @@ model's `criterion` computes it from the outputs and the labels. `metrics` in a 
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +21,8 @@ from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.memory.out_of_memory import is_out_of_memory
 from trainwright.models.layers.losses import count_labels
-from trainwright.user_code.locations import definition_of, is_user_file
+from trainwright.tracebacks import user_location
+from trainwright.user_code.locations import UserFiles, definition_of, is_user_file, line_of_traceback
 
 Loss = torch.Tensor | Mean
 
@@ -60,16 +64,50 @@ class ForwardResult:
         return Mean(torch.where(self.count > 0, self.loss.double(), 0.0) * self.count, self.count)
 
 
-def explain_failure(error: IndexError | RuntimeError, batch: Any, model: torch.nn.Module) -> None:
-    """Raises a clear error for some of torch's: labels and ids out of range, dtypes, sharded parameters."""
-    if isinstance(error, IndexError):
+_DTYPE_ERROR = re.compile(
+    r"same dtype|should be the same|target dtype|scalar types?|[Ff]ound dtype|not implemented for '|can't be cast to"
+)
+"""What torch says of operands whose dtypes do not fit together."""
+_INTEGER = re.compile(r"\b(long|int|short|char|byte|bool)\b|unsigned char")
+
+
+def explain_failure(error: LookupError | RuntimeError, batch: Any, model: torch.nn.Module) -> None:
+    """Raises a clear error for some of Python's and torch's; ignores others.
+
+    Missing keys of the batch, labels and ids out of range, dtypes, sharded parameters.
+    """
+    if isinstance(error, KeyError):
+        _reject_missing_key(error, batch)
+    elif isinstance(error, IndexError):
         _reject_ids(error, batch, model)
+    elif isinstance(error, LookupError):
+        return
     elif "DTensor" in str(error):
         from trainwright.parallel.fully_shard import reject_ungathered  # imports much of torch
 
         reject_ungathered(error, model)
-    elif "same dtype" in str(error) or "should be the same" in str(error):
+    elif _DTYPE_ERROR.search(str(error)) and not is_out_of_memory(error):
         _explain_dtypes(error, batch, model)
+
+
+def _reject_missing_key(error: KeyError, batch: Any) -> None:
+    """Raises if the key was looked up in the batch: the failing expression begins with a mapping of the same keys."""
+    key = error.args[0] if error.args else None
+    if not isinstance(batch, Mapping) or not isinstance(key, str) or key in batch:
+        return
+    users = UserFiles(Path.cwd())
+    location = line_of_traceback(error, users)
+    if location is None or location.columns is None:
+        return
+    name = re.match(r"\w*", location.text[slice(*location.columns)])
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename in users]
+    searched = frames[-1].f_locals.get(name[0]) if name is not None else None
+    if isinstance(searched, Mapping) and {*searched} == {*batch}:
+        raise DataError(
+            f"The batch has no {key!r}; its keys are {', '.join(map(str, batch))}. Rename the field in the dataset or "
+            "the collator, or the key here.",
+            where=user_location(error),
+        ) from error
 
 
 def _reject_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
@@ -97,18 +135,64 @@ def _reject_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
 
 
 def _explain_dtypes(error: RuntimeError, batch: Any, model: torch.nn.Module) -> None:
-    """Raises if an input has another precision than the weights."""
+    """Raises if a tensor of the batch has a dtype that the weights or the loss cannot be used with."""
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    fields = _tensors_of(batch)
+    where = user_location(error)
+    labels = fields.get("labels")
+    is_about_labels = "target" in str(error) or "nll_loss" in str(error) or "scalar type Long" in str(error)
+    if is_about_labels and (labels is None or labels.dtype != torch.long):
+        given = fields if labels is None else {"labels": labels}
+        raise DataError(
+            f"The batch has {_dtypes(given)}, but this loss needs class indices of dtype int64 ({error}). "
+            "Convert them in the dataset, with .long(), or use a loss of real numbers, such as mse_loss.",
+            where=where,
+        ) from error
     short = next((kind for kind in kinds if kind in (torch.bfloat16, torch.float16)), None)
-    items = batch.items() if isinstance(batch, Mapping) else ()
-    other = next((name for name, value in items if getattr(value, "dtype", None) == torch.float32), None)
-    if short is None or other is None:
+    other = next((name for name, value in fields.items() if value.dtype == torch.float32), None)
+    if short is not None and other is not None:
+        word = "bf16" if short == torch.bfloat16 else "fp16"
+        raise TrainwrightError(
+            f"The weights are {word}, but the batch's {other} is float32 ({error}). Set runtime.precision: {word}, "
+            "which casts where operations need it, or give the data in that precision."
+        ) from error
+    named = str(error).lower()
+    doubles = [name for name, value in fields.items() if value.dtype == torch.float64 and "double" in named]
+    integers = [
+        name
+        for name, value in fields.items()
+        if not value.is_floating_point() and name != "labels" and _INTEGER.search(named)
+    ]
+    wrong = doubles or integers
+    if not wrong or len(kinds) != 1 or torch.float64 in kinds:
         return
-    word = "bf16" if short == torch.bfloat16 else "fp16"
-    raise TrainwrightError(
-        f"The weights are {word}, but the batch's {other} is float32 ({error}). Set runtime.precision: {word}, which "
-        "casts where operations need it, or give the data in that precision."
+    reason = " NumPy's and Python's numbers are float64 unless they are converted." if doubles else ""
+    raise DataError(
+        f"The batch has {_dtypes({name: fields[name] for name in wrong})}, but the weights are "
+        f"{_name_of_dtype(kinds.pop())} ({error}).{reason} Convert in the dataset: .float() of a tensor, "
+        ".astype(np.float32) of an array.",
+        where=where,
     ) from error
+
+
+def _tensors_of(batch: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a batch by key, or by index such as `batch[0]`."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(batch, Mapping):
+        items = batch.items()
+    elif isinstance(batch, list | tuple):
+        items = ((f"batch[{index}]", value) for index, value in enumerate(batch))
+    elif isinstance(batch, torch.Tensor):
+        items = [("batch", batch)]
+    return {str(name): value for name, value in items if isinstance(value, torch.Tensor)}
+
+
+def _dtypes(fields: Mapping[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} of dtype {_name_of_dtype(value.dtype)}" for name, value in fields.items())
+
+
+def _name_of_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def read_forward(
@@ -288,7 +372,7 @@ def _reject_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -
 
 def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        return f"{list(value.shape)} {_name_of_dtype(value.dtype)}"
     return _describe(value)
 
 

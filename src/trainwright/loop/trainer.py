@@ -33,7 +33,7 @@ from trainwright.checkpoint.encoding import map_tensors
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import metrics_by_step
-from trainwright.checkpoint.run_folder import FolderLock, run_id
+from trainwright.checkpoint.run_folder import LOG_FILE, FolderLock, run_id
 from trainwright.compile.graph import GraphStep, StepTensor
 from trainwright.compile.guards import GuardedObjects, has_user_code_between_steps
 from trainwright.compile.regions import (
@@ -61,7 +61,7 @@ from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import IGNORED_LABEL, Window, merge, summarise
 from trainwright.events.media import merge_media
 from trainwright.events.storage import full_logs
-from trainwright.log import outlive_console
+from trainwright.log import outlive_console, rank_log, run_log
 from trainwright.loop.checkpointing import BestCheckpoint, Checkpointing
 from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator, logs_of
 from trainwright.loop.heartbeat import Heartbeat
@@ -87,6 +87,9 @@ from trainwright.parallel.replicate import copy_from_first
 from trainwright.user_code.constructors import check_constructed, reject_missing_context, reject_unknown_arguments
 from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.signatures import reject_mismatch
+from trainwright.writers.curves import plot_curves
+from trainwright.writers.json_lines import read_history
+from trainwright.writers.notebook import run_html
 from trainwright.writers.writer import RunInfo, Writer, unstored_media
 
 if TYPE_CHECKING:
@@ -507,6 +510,12 @@ class Trainer:
         return self.context.folder
 
     @property
+    def log_files(self) -> list[Path]:
+        """The files in the run folder to which this rank writes the package's log."""
+        rank = [rank_log(self.folder, self.ranks.rank)] if self.ranks.size > 1 else []
+        return [self.folder / LOG_FILE, *rank] if self.ranks.is_first else rank
+
+    @property
     def is_main_process(self) -> bool:
         """True on the rank that writes files and logs."""
         return self.ranks.is_first
@@ -650,7 +659,7 @@ class Trainer:
                 if isinstance(batch, Mapping):
                     reject_mismatch(type(self).forward, tuple(batch))
                 raise
-            except (IndexError, RuntimeError) as error:
+            except (LookupError, RuntimeError) as error:
                 explain_failure(error, batch, self.model)
                 raise
         while self._unchecked_metrics:
@@ -675,7 +684,7 @@ class Trainer:
             returned = self.read_outputs(outputs, batch)
             result = read_forward(returned, batch, self.model, micro_batch.num_samples, self._loss)
             self.add_metrics(result, batch)
-        except (IndexError, RuntimeError) as error:
+        except (LookupError, RuntimeError) as error:
             explain_failure(error, batch, self.model)
             raise
         while self._unchecked_metrics:
@@ -725,7 +734,7 @@ class Trainer:
             raise ConfigError("data.train: there is no training data. Name a dataset, or call evaluate().")
         if self.is_finished:
             if state.step >= self.max_steps:
-                ended, remedy = "ended", "Raise its limit (trainer.max_steps, max_epochs or max_samples)"
+                ended, remedy = "ended", "Raise its limit (max_steps, max_epochs or max_samples)"
             else:
                 ended, remedy = "was stopped, by a hook or the end of its data,", "Change what stopped it"
             logger.info("The run %s at step %d: nothing is left to do. %s to continue.", ended, state.step, remedy)
@@ -841,6 +850,36 @@ class Trainer:
         """Waits until every rank calls it."""
         self.ranks.barrier()
 
+    def plot(self, *names: str, ax: Any = None) -> Any:
+        """Draws values of the log over the steps with matplotlib and returns the axes: `plot("loss", "valid/loss")`.
+
+        Without names it draws the losses. `ax` are axes to draw in; by default a figure is created.
+        """
+        curves = self._curves()
+        losses = [name for name in curves if name.rpartition("/")[2] == "loss"]
+        return plot_curves(curves, names or losses or ["loss"], ax=ax)
+
+    def _repr_html_(self) -> str:
+        """Returns the run as a notebook shows it: progress, losses and last values."""
+        curves = self._curves()
+        return run_html(
+            self.config.name,
+            step=self._state.step,
+            max_steps=self.max_steps or None,
+            curves=curves,
+            latest={name: points[-1][1] for name, points in curves.items()},
+            details=str(self.folder),
+        )
+
+    def _curves(self) -> dict[str, list[tuple[int, float]]]:
+        """Returns the numbers of the log by name, with their steps; the storage has those that no file has."""
+        found = read_history(self.folder)
+        for name in self.storage.latest():
+            points = [(step, value) for step, value in self.storage.history(name) if isinstance(value, int | float)]
+            if points:
+                found.setdefault(name, points)
+        return found
+
     def seed_step(self) -> None:
         """Seeds torch's generators for this step.
 
@@ -934,8 +973,9 @@ class Trainer:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
-        hooks = self._hook_calls
-        with outlive_console(), FolderLock(self.folder, enabled=self.ranks.is_first), self.storage, self._garbage:
+        hooks, lock = self._hook_calls, FolderLock(self.folder, enabled=self.ranks.is_first)
+        with run_log() as open_logs, outlive_console(), lock, self.storage, self._garbage:
+            open_logs(*self.log_files)
             try:
                 if self.eval_data:
                     self._best.check(self.metric_names)

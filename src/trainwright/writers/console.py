@@ -1,15 +1,14 @@
-"""Shows the run in the terminal: one live line, or plain lines if the output is not a terminal.
+"""Shows the run: one live line in a terminal, one display in a notebook (notebook.py), otherwise plain lines.
 
 Silent where the package's log level is above INFO (`-q`).
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from rich.console import Console
@@ -18,12 +17,13 @@ from rich.text import Text
 
 from trainwright.backends import memory_in_use
 from trainwright.events import EventStorage
+from trainwright.log import in_notebook, is_progress_shown
 from trainwright.safe_text import safe
-from trainwright.writers.writer import Writer
+from trainwright.writers.json_lines import read_history
+from trainwright.writers.notebook import HIDDEN, SPEEDS, CurveHistory, NotebookDisplay, number_text, run_html
+from trainwright.writers.writer import RunInfo, Writer
 
 _BARS = "▁▂▃▄▅▆▇█"
-_SPEEDS = ("tokens_per_second", "samples_per_second")
-_HIDDEN = {"step", "seconds_per_step", *_SPEEDS}
 
 
 class ConsoleWriter(Writer):
@@ -37,15 +37,28 @@ class ConsoleWriter(Writer):
         self._first: tuple[int, float] | None = None
         self._drawn = float("-inf")
         self._losses: deque[float] = deque(maxlen=8)
+        self._display = NotebookDisplay() if stream is None and in_notebook() else None
+        self._history = CurveHistory({})
+        self._latest: dict[str, Any] = {}
+        self._name = ""
+
+    def begin(self, run: RunInfo) -> None:
+        """Reads the curves of the steps that a resumed run has made before."""
+        self._name = run.name
+        if self._display is not None and run.is_resumed:
+            self._history = CurveHistory(read_history(run.folder))
 
     def write(self, storage: EventStorage) -> None:
         """Shows the line."""
-        if logging.getLogger("trainwright").level > logging.INFO:
+        if not is_progress_shown():
             return
         line = storage.line
         if "loss" in line:
             self._losses.append(line["loss"])
         evaluated = storage.evaluated
+        if self._display is not None:
+            self._show_in_notebook(self._display, storage)
+            return
         training = {name: value for name, value in line.items() if name not in evaluated}
         if training.keys() != {"step"}:
             self._show_progress(self._progress(storage, training))
@@ -59,6 +72,26 @@ class ConsoleWriter(Writer):
         if self._live is not None:
             self._live.stop()
             self._live = None
+        if self._display is not None:
+            self._display.close()
+
+    def _show_in_notebook(self, display: NotebookDisplay, storage: EventStorage) -> None:
+        values = {name: value for name, value in storage.line.items() if name != "step"}
+        step = storage.line["step"]
+        self._history.add(step, values)
+        self._latest |= {name: value for name, value in values.items() if name not in HIDDEN}
+        left = self._seconds_left(step, storage.max_steps)
+        details = [_speed(values), f"eta {_duration(left)}" if left else ""]
+        html = run_html(
+            self._name,
+            step=step,
+            max_steps=storage.max_steps,
+            curves=self._history.curves,
+            latest=self._latest,
+            details=" · ".join(filter(None, details)),
+            texts=storage.texts,
+        )
+        display.show(html, f"{self._name}: step {step}  {_pairs(self._latest)}")
 
     def _show_progress(self, text: str) -> None:
         if not self._console.is_terminal:
@@ -76,13 +109,11 @@ class ConsoleWriter(Writer):
     def _progress(self, storage: EventStorage, training: dict[str, Any]) -> str:
         step = training["step"]
         of = f"/{storage.max_steps}" if storage.max_steps else ""
-        shown = {name: training[name] for name in training if name not in _HIDDEN}
+        shown = {name: training[name] for name in training if name not in HIDDEN}
         loss = {"loss": shown.pop("loss")} if "loss" in shown else {}
         bars = sparkline(self._losses) if self._console.is_terminal else ""
         fields = [f"step {step}{of}", _pairs(loss), bars, _pairs(shown)]
-        speed = next((name for name in _SPEEDS if name in training), None)
-        if speed is not None:
-            fields.append(f"{training[speed]:,.0f} {speed.removesuffix('_per_second')}/s")
+        fields.append(_speed(training))
         left = self._seconds_left(step, storage.max_steps)
         if left is not None:
             fields.append(f"eta {_duration(left)}")
@@ -114,12 +145,13 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BARS[int((value - low) * scale)] if math.isfinite(value) else " " for value in values)
 
 
+def _speed(values: Mapping[str, Any]) -> str:
+    name = next((name for name in SPEEDS if name in values), None)
+    return "" if name is None else f"{values[name]:,.0f} {name.removesuffix('_per_second')}/s"
+
+
 def _pairs(values: dict[str, Any]) -> str:
-    return safe("  ".join(f"{name} {_short(value)}" for name, value in values.items()))
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return safe("  ".join(f"{name} {number_text(value)}" for name, value in values.items()))
 
 
 def _duration(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,6 +56,22 @@ def cut_back(folder: Path, last_step: int) -> None:
     replacement = path.with_suffix(".json.part")
     replacement.write_text("".join(kept), encoding="utf-8")
     replacement.replace(path)
+
+
+def read_history(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Returns the numbers in `metrics.json` by name, each with its step; null is NaN. Empty if there is no file."""
+    path = folder / FILE_NAME
+    histories: dict[str, list[tuple[int, float]]] = {}
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        if math.isinf(_step_of(text)):
+            continue
+        line = json.loads(text)
+        step = int(line.pop("step"))
+        for name, value in line.items():
+            number = math.nan if value is None else value
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                histories.setdefault(name, []).append((step, number))
+    return histories
 
 
 def _step_of(line: str) -> float:

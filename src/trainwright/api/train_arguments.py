@@ -1,0 +1,197 @@
+"""The arguments of `train` as settings of a config, and errors about these settings as errors about the arguments.
+
+An argument is a component (a name, a mapping with `type`, a `Component`, a class, or a `functools.partial` of a class)
+or an object. Components become settings, which the run's config.yaml records. Of objects and functions, which exist in
+the program only, it records a fingerprint: a run whose code was edited does not resume unnoticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.config import Node, Origin
+from trainwright.config.component import type_of
+from trainwright.config.interpolation import escape_plain
+from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.registry import resolve as registry
+from trainwright.user_code.fingerprints import fingerprint, is_users, users_functions
+from trainwright.user_code.locations import caller, location_of, name_of, parameters_of
+
+DEFAULT_LR = 1e-3
+"""The learning rate of an optimizer that requires one, if none is given."""
+
+CODE = "code"
+"""The option of the trainer section that has the fingerprints."""
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]{4,}")
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_ARGUMENTS = {
+    "trainer.global_batch_size": "batch_size",
+    "trainer.max_steps": "max_steps",
+    "trainer.max_epochs": "max_epochs",
+    "trainer.optimizer": "optimizer",
+    "trainer.schedule": "schedule",
+    "evaluation.metrics": "metrics",
+    "data.sampler": "sampler",
+    "data.collator": "collator",
+    "data.train": "data",
+    "data.eval": "eval_data",
+    "data.eval.eval": "eval_data",
+    "runtime.device": "device",
+    "runtime.precision": "precision",
+}
+"""The settings that are arguments of `train`."""
+_FLAGS = {"--accept-changes": "accept_changes=True", "--fresh": "fresh=True"}
+
+
+def given(argument: str, value: Any, *, at: str | None = None) -> Node:
+    """Returns a setting whose origin is an argument of `train`, in the caller's line or in the line `at`."""
+    return Node(escape_plain(value), Origin.parse(at or caller(), f"train({argument}=…)"))
+
+
+@contextmanager
+def errors_name_arguments(overrides: Sequence[str], *, has_optimizer: bool) -> Iterator[None]:
+    """Makes errors name Python arguments instead of settings and command-line flags.
+
+    A setting that `overrides` sets keeps its name.
+    """
+    names = {**_ARGUMENTS, **({} if has_optimizer else {"trainer.optimizer.lr": "lr"})}
+    names = {
+        setting: name for setting, name in names.items() if not any(text.startswith(setting) for text in overrides)
+    }
+    settings = "|".join(re.escape(setting) for setting in sorted(names, key=len, reverse=True))
+    patterns: list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = [
+        (re.compile("|".join(map(re.escape, _FLAGS))), lambda found: _FLAGS[found[0]]),
+        (re.compile(rf"\btrainer\.{CODE}\."), lambda found: ""),
+        (re.compile(r"\bruntime\.precision: (fp32|bf16|fp16)"), lambda found: f'precision="{found[1]}"'),
+        (re.compile(r"\btrainer: (?=max_steps)"), lambda found: ""),
+        (re.compile(rf"(?<![\w./])(?:{settings})(?!\w)"), lambda found: names[found[0]]),
+    ]
+    try:
+        yield
+    except TrainwrightError as error:
+        texts = [error.problem, str(error)]
+        for pattern, replace in patterns:
+            texts = [pattern.sub(replace, text) for text in texts]
+        error.problem, error.args = texts[0], (texts[1],)
+        raise
+
+
+def component(argument: str, value: Any, *, example: str) -> dict[str, Any]:
+    """Returns the component that an argument gives, as a mapping with `type`; raises for anything else."""
+    if isinstance(value, str) and value:
+        return {"type": value}
+    if isinstance(value, Mapping):
+        return dict(value)
+    keywords: Mapping[str, Any] = {}
+    if isinstance(value, partial) and not value.args:
+        value, keywords = value.func, value.keywords
+    if isinstance(value, type):
+        return {"type": type_of(value), **keywords}
+    raise ConfigError(f"{argument}: must be a component, such as {example}; got {value!r}.", where=caller())
+
+
+def optimizer_component(value: Any, lr: float | None) -> dict[str, Any]:
+    """Returns the component of an optimizer, with the learning rate `lr` unless it has its own."""
+    found = component("optimizer", "adamw" if value is None else value, example='{"type": "adamw", "lr": 1e-3}')
+    if "lr" in found and lr is not None:
+        raise ConfigError(f"lr={lr:g}: optimizer has its own lr, {found['lr']!r}. Give one of the two.", where=caller())
+    if lr is not None:
+        return {**found, "lr": given("lr", lr)}
+    return {**found, "lr": DEFAULT_LR} if "lr" not in found and _requires_lr(found.get("type")) else found
+
+
+def _requires_lr(type_name: Any) -> bool:
+    try:
+        target = registry.find("optimizer", type_name, project_dir=Path.cwd())
+    except (ConfigError, TypeError):
+        return False  # the build explains what is wrong
+    parameter = (parameters_of(target) or {}).get("lr")
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def metric_arguments(metrics: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the metrics of an evaluation by name: those that are components, and those that are objects."""
+    if metrics is None:
+        return {}, {}
+    if isinstance(metrics, str) or not isinstance(metrics, Mapping | Sequence):
+        metrics = [metrics]
+    if isinstance(metrics, Sequence):
+        names = [each if isinstance(each, str) else name_of(each).lower() for each in metrics]
+        metrics = dict(zip(names, metrics, strict=True))
+    elif isinstance(metrics.get("type"), str):
+        metrics = {metrics["type"]: metrics}  # one component
+    objects = {name: each for name, each in metrics.items() if _is_metric(each)}
+    example = '{"accuracy": {"type": "accuracy"}}'
+    return {
+        name: component(f"metrics[{name!r}]", each, example=example)
+        for name, each in metrics.items()
+        if name not in objects
+    }, objects
+
+
+def _is_metric(value: Any) -> bool:
+    return not isinstance(value, type) and all(hasattr(value, name) for name in ("update", "compute"))
+
+
+def precision_name(precision: str | torch.dtype) -> str:
+    """Returns the setting of a precision, which may be given as a dtype of torch."""
+    return _PRECISIONS.get(precision, str(precision)) if isinstance(precision, torch.dtype) else precision
+
+
+def fingerprints(
+    model: torch.nn.Module,
+    functions: Mapping[str, Any],
+    optimizer: Any,
+    hooks: Sequence[Any],
+    objects: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns a text for each argument that is not a setting: its name and a hash of its code.
+
+    `functions` are forward and collator, None if not given; `objects` are others of which the class counts.
+    """
+    found: dict[str, Any] = {}
+    for argument, function in functions.items():
+        if function is not None:
+            found[argument] = given(argument, _described(function), at=location_of(function))
+    kinds = list(dict.fromkeys(type(each) for each in model.modules()))
+    shown = hashlib.sha256(_ADDRESS.sub("", repr(model)).encode()).hexdigest()[:6]
+    at = location_of(type(model)) if is_users(type(model)) else None
+    found["model"] = given("model", f"{type(model).__name__} {fingerprint(*kinds)}{shown}", at=at)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        settings = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool | int | float)}
+        arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        found["optimizer"] = given("optimizer", f"{type(optimizer).__name__}({arguments}) {fingerprint(optimizer)}")
+    elif isinstance(optimizer, type) and is_users(optimizer):
+        found["optimizer"] = given("optimizer", _described(optimizer), at=location_of(optimizer))
+    for argument, each in objects.items():
+        found[argument] = given(argument, f"{type(each).__name__} {fingerprint(each)}")
+    of_hooks = {
+        name: given("hooks", _described(code), at=location_of(code))
+        for hook in hooks
+        for name, code in _code_of_hook(hook)
+    }
+    return {**found, **({"hooks": of_hooks} if of_hooks else {})}
+
+
+def _code_of_hook(hook: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the class of a user's hook, or the functions that one of ours calls, such as `Every(10)(function)`."""
+    kind = type(hook)
+    if is_users(kind):
+        yield kind.__name__, kind
+        return
+    for value in vars(hook).values():
+        for function in users_functions(value):
+            yield f"{kind.__name__} {function.__name__}", function
+
+
+def _described(target: Any) -> str:
+    return f"{name_of(target)} {fingerprint(target)}"
