@@ -24,8 +24,8 @@ def train(model, batches, num_steps, temperature=0.2):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        yield loss.item(), scheduler.get_last_lr()[0]
         scheduler.step()
-        yield loss.item()
 
 
 if __name__ == "__main__":
@@ -33,4 +33,4 @@ if __name__ == "__main__":
     loader = DataLoader(Digits(), batch_size=64, shuffle=True, drop_last=True, collate_fn=TwoViews())
     batches = (batch for _ in range(10) for batch in loader)
     losses = list(train(Encoder(), batches, num_steps=10 * len(loader)))
-    print(f"loss {losses[0]:.3f} → {losses[-1]:.3f}")
+    print(f"loss {losses[0][0]:.3f} → {losses[-1][0]:.3f}")

@@ -1178,8 +1178,7 @@ class Trainer:
             if logs:
                 self.storage.remember(logs)
                 self._best.update(state.step, logs)
-                for schedule in self._updater.torch_schedules.values():
-                    schedule.observe(logs)
+                self._updater.observe(logs)
                 # The evaluation was collective, so a hook's request to stop can be decided at once.
                 self._stop_signal.compare_now()
         if self.is_last_step and not any(name.startswith("test/") for name in state.eval_logs):
