@@ -397,6 +397,13 @@ def test_a_mean_over_another_number_of_elements_depends_on_the_micro_batch(spoil
     assert "Mean(total, count)" in found.advice
 
 
+@pytest.mark.parametrize("inputs", ["logits", "logits + 0.05 * torch.randn_like(logits)"])
+def test_a_sum_over_samples_depends_on_the_micro_batch_also_with_noise(spoilt, inputs):
+    summed = f"nn.functional.cross_entropy({inputs}, labels, reduction='sum')"
+    found = split_finding(spoilt("nn.functional.cross_entropy(logits, labels)", summed))
+    assert "a sum over samples" in found.advice
+
+
 def test_dropout_is_no_finding(spoilt):
     report = spoilt("nn.Linear(4, width)", "nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5))")
     assert not list(report.findings)

@@ -36,7 +36,9 @@ def train_student(teacher, student, temperature=4.0, share=0.7, **options):
 
 
 def train_with(forward, model, **options):
-    return train(model, Digits(), eval_data={"valid": Digits(part="valid")}, forward=forward, max_steps=300, lr=1e-2, **options)
+    return train(
+        model, Digits(), eval_data={"valid": Digits(part="valid")}, forward=forward, max_steps=300, lr=1e-2, **options
+    )
 
 
 if __name__ == "__main__":

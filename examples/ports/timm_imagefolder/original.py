@@ -34,4 +34,4 @@ if __name__ == "__main__":
     data = make_data(model, "train")
     sampler = WeightedRandomSampler(balance(data), num_samples=300 * 16)
     losses = list(train(model, DataLoader(data, batch_size=16, sampler=sampler, drop_last=True), num_steps=300))
-    print("loss {:.3f} → {:.3f}".format(losses[0][0], losses[-1][0]))
+    print(f"loss {losses[0][0]:.3f} → {losses[-1][0]:.3f}")

@@ -488,9 +488,9 @@ class Trainer:
         return self._evaluator.averages
 
     @property
-    def hooks(self) -> list[Hook]:
-        """The hooks, in the order in which they are called."""
-        return self._hook_calls.hooks
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks, in the order in which they are called; `build_hooks` adds others."""
+        return tuple(self._hook_calls.hooks)
 
     def hook_states(self) -> dict[str, Hook]:
         """Returns the hooks by the keys of their states in a checkpoint."""
