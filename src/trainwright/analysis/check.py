@@ -169,14 +169,6 @@ def check_components(case: Case) -> int:
     return len(components) + 1
 
 
-_PROVIDED = {
-    "optimizer": ["params"],
-    "writer": ["folder"],
-    "sampler": ["dataset", "data_source", "batch_size"],
-}
-"""The arguments that the build adds."""
-
-
 def _check_arguments(
     target: Callable[..., Any], kind: str, label: str, arguments: Mapping[str, Any], case: Case
 ) -> None:
@@ -186,16 +178,17 @@ def _check_arguments(
     if signature is None or (kind == "model" and isinstance(target, type) and is_transformers_class(target)):
         return  # only the build can check it
     parameters = [one for one in signature.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    provided = [*_PROVIDED.get(kind, []), "project_dir"]
-    read_by_builder = {"optimizer": ["groups"], "metric": ["outputs", "labels"]}.get(kind, [])
-    if kind == "schedule" and accepts_optimizer(target):
-        provided += ["optimizer", *missing_lengths(target, arguments, max_steps=0)]
-        read_by_builder = [name for name in ("step_on", "metric") if name not in signature]
+    by_kind = {"optimizer": ["params"], "writer": ["folder"], "sampler": ["dataset", "data_source", "batch_size"]}
+    provided = [*by_kind.get(kind, []), "project_dir"]
     reserved = case.config.model.reserved if kind == "model" and case.config.model is not None else {}
     if kind == "model" and ("preset" in arguments or "pretrained" in reserved):
         provided += [one.name for one in parameters]  # the preset or the pretrained folder has the others
+    read_by_builder = {"optimizer": ["groups"], "metric": ["outputs", "labels"]}.get(kind, [])
     if kind == "model" and is_shipped:
         read_by_builder = ["preset"]
+    if kind == "schedule" and accepts_optimizer(target):
+        provided += ["optimizer", *missing_lengths(target, arguments, max_steps=0)]
+        read_by_builder = [name for name in ("step_on", "metric") if name not in signature]
     # With a placeholder for each required argument, an error is about one wrong argument alone.
     required = {one.name: None for one in parameters if one.default is one.empty and one.name not in provided}
     accepted: dict[str, Any] = {}
