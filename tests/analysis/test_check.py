@@ -53,6 +53,31 @@ def test_an_earlier_run_is_not_touched_and_not_continued(check, project, in_tmp)
 
 
 @pytest.mark.parametrize(
+    "setting",
+    [
+        "trainer.schedule={type: 'torch.optim.lr_scheduler:StepLR', step_size: 1, step_on: epoch}",
+        "trainer.schedule={type: 'torch.optim.lr_scheduler:OneCycleLR', max_lr: 0.1}",
+        "trainer.schedule={type: 'torch.optim.lr_scheduler:CosineAnnealingLR'}",
+        "trainer.schedule={type: 'torch.optim.lr_scheduler:ReduceLROnPlateau', metric: valid/loss}",
+        "trainer.schedule={type: reduce_on_plateau, metric: valid/loss}",
+        f"data.sampler={{type: weighted, weights: {[1.0] * 24}}}",
+        "data.sampler={type: 'torch.utils.data:SequentialSampler'}",
+    ],
+)
+def test_schedulers_of_torch_and_samplers_have_no_finding(check, setting):
+    report = check(setting, "evaluation.every_steps=4")
+    assert list(report.findings) == []
+
+
+def test_a_wrong_argument_of_a_scheduler_is_found_at_its_line(check):
+    report = check("trainer.schedule={type: 'torch.optim.lr_scheduler:StepLR', step_sise: 1}")
+    assert [problem for _, problem in errors_of(report)] == [
+        'trainer.schedule: StepLR has no argument "step_sise".',
+        'trainer.schedule: StepLR needs the argument "step_size".',
+    ]
+
+
+@pytest.mark.parametrize(
     ("name", "source"),
     [
         ("data.train", "{type: json_lines, path: no.jsonl}"),
@@ -370,6 +395,13 @@ def test_a_mean_over_another_number_of_elements_depends_on_the_micro_batch(spoil
     masked = "(logits[x[:, 0] > 12] ** 2).mean()"
     found = split_finding(spoilt("nn.functional.cross_entropy(logits, labels)", masked))
     assert "Mean(total, count)" in found.advice
+
+
+@pytest.mark.parametrize("inputs", ["logits", "logits + 0.05 * torch.randn_like(logits)"])
+def test_a_sum_over_samples_depends_on_the_micro_batch_also_with_noise(spoilt, inputs):
+    summed = f"nn.functional.cross_entropy({inputs}, labels, reduction='sum')"
+    found = split_finding(spoilt("nn.functional.cross_entropy(logits, labels)", summed))
+    assert "a sum over samples" in found.advice
 
 
 def test_dropout_is_no_finding(spoilt):

@@ -46,6 +46,12 @@ def test_a_line_closes_each_window_and_the_last_step_is_always_written(tmp_path)
     assert {"loss", "grad_norm", "lr"} <= written[0].keys()
 
 
+def test_a_hook_that_is_appended_to_a_built_trainer_is_an_error_instead_of_never_called(tmp_path):
+    trainer = build_trainer(load(tmp_path))
+    with pytest.raises(AttributeError):
+        trainer.hooks.append(Hook())
+
+
 def test_two_updates_that_are_open_at_once_weigh_their_losses_by_the_samples_of_each_micro_batch(tmp_path):
     class Twice(Trainer):
         def train_step(self, batch):

@@ -159,6 +159,17 @@ def test_reduce_on_plateau_has_the_rates_of_torch_also_after_a_resume(tmp_path):
     assert rates_of(tmp_path / "halves") == expected
 
 
+def test_the_rate_that_a_plateau_reduces_is_not_taken_for_one_that_a_hook_has_written(tmp_path, caplog):
+    class Passive(Hook):
+        def before_step(self): ...
+
+        def after_eval(self, logs): ...
+
+    train(tmp_path, f"trainer.schedule={PLATEAU}", *EVALUATED, hooks=[Passive()])
+    assert rates_of(tmp_path)[-1] < 0.1
+    assert "has written a learning rate" not in caplog.text
+
+
 def test_torchs_class_follows_a_metric_too(tmp_path):
     schedule = PLATEAU.replace("reduce_on_plateau", "'torch.optim.lr_scheduler:ReduceLROnPlateau'")
     train(tmp_path / "a", f"trainer.schedule={PLATEAU}", *EVALUATED)

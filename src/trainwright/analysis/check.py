@@ -59,6 +59,7 @@ from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer, TrainIterator
 from trainwright.models.model import Model
 from trainwright.models.transformers_models import is_transformers_class
+from trainwright.optim.torch_schedules import accepts_optimizer, missing_lengths
 from trainwright.registry import resolve as registry
 from trainwright.registry.trust import reject_untrusted
 from trainwright.user_code.locations import (
@@ -189,6 +190,9 @@ def _check_arguments(
     read_by_builder = {"optimizer": ["groups"], "metric": ["outputs", "labels"]}.get(kind, [])
     if kind == "model" and is_shipped:
         read_by_builder = ["preset"]
+    if kind == "schedule" and accepts_optimizer(target):
+        provided += ["optimizer", *missing_lengths(target, arguments, max_steps=0)]
+        read_by_builder = [name for name in ("step_on", "metric") if name not in signature]
     # With a placeholder for each required argument, an error is about one wrong argument alone.
     required = {one.name: None for one in parameters if one.default is one.empty and one.name not in provided}
     accepted: dict[str, Any] = {}
@@ -464,8 +468,8 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
     """Notes a loss or gradient that changes when a batch is split in two; returns False if it cannot be compared.
 
-    Dropout is off, and the normalization over a batch on, as in training. A forward that draws random numbers cannot be
-    compared, nor a step of the user's own.
+    Dropout is off, and the normalization over a batch on, as in training. Of a forward that draws random numbers only a
+    loss that is a sum over samples is noted; a step of the user's own cannot be compared.
     """
     collator = trainer.train_data.collator if trainer.train_data is not None else None
     if batch.num_samples < 2 or collator is None or overrides(trainer, "train_step", Trainer):
@@ -490,11 +494,15 @@ def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
         for module, mode in modes.items():
             module.training = mode
     tolerance = 1e-3 if case.config.runtime.precision == "fp32" else 0.05
-    if _distance(whole, again) > tolerance:
+    is_random = _distance(whole, again) > tolerance
+    is_sum = bool(abs(split[0] / whole[0] - 0.5) < 0.1 and abs(again[0] / whole[0] - 1) < 0.1)
+    if is_random and not is_sum:
         return False
-    difference = _distance(whole, split)
+    difference = _distance(whole[:1], split[:1]) if is_random else _distance(whole, split)
     if difference > tolerance:
-        if normalizing:
+        if is_sum:
+            reason = "It seems to be a sum over samples: divide it by their number, or return Mean(total, count)"
+        elif normalizing:
             kind = type(normalizing[0]).__name__
             reason = f"{kind} normalizes over the samples of a micro-batch. GroupNorm and LayerNorm do not"
         else:
@@ -507,7 +515,7 @@ def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
             "micro-batches, so the run depends on the micro-batch size and the number of ranks."
         )
         case.add("remark", problem, f"{reason}.", location_of_loss(trainer, case))
-    return True
+    return not is_random
 
 
 def _loss_and_gradient(trainer: Trainer, micro_batches: Sequence[Batch], *, seed: int) -> torch.Tensor:
@@ -531,7 +539,7 @@ def _loss_and_gradient(trainer: Trainer, micro_batches: Sequence[Batch], *, seed
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     """Returns the larger of the relative differences of the loss, the first number, and of the gradient."""
     parts = ((one[:1], other[:1]), (one[1:], other[1:]))
-    return max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in parts)
+    return max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in parts if a.numel())
 
 
 def _listed(names: list[str]) -> str:

@@ -491,9 +491,9 @@ class Trainer:
         return self._evaluator.averages
 
     @property
-    def hooks(self) -> list[Hook]:
-        """The hooks, in the order in which they are called."""
-        return self._hook_calls.hooks
+    def hooks(self) -> tuple[Hook, ...]:
+        """The hooks, in the order in which they are called; `build_hooks` adds others."""
+        return tuple(self._hook_calls.hooks)
 
     def hook_states(self) -> dict[str, Hook]:
         """Returns the hooks by the keys of their states in a checkpoint."""
@@ -1218,8 +1218,7 @@ class Trainer:
             if logs:
                 self.storage.remember(logs)
                 self._best.update(state.step, logs)
-                for schedule in self._updater.torch_schedules.values():
-                    schedule.observe(logs)
+                self._updater.observe(logs)
                 # The evaluation was collective, so a hook's request to stop can be decided at once.
                 self._stop_signal.compare_now()
         if self.is_last_step and not any(name.startswith("test/") for name in state.eval_logs):

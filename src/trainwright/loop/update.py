@@ -177,8 +177,20 @@ class ScheduledOptimizer:
             for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
                 set_learning_rate(group, base * factor)
             rate = self.base_rates[0] * factor
-        self._written = [rate_stamp(group["lr"]) for group in self.optimizer.param_groups]
+        self._note_rates()
         return rate
+
+    def observe(self, logs: Mapping[str, float]) -> None:
+        """Lets a schedule that follows a metric read the logs of an evaluation; it may write the learning rates."""
+        if isinstance(self.schedule, TorchSchedule) and self.schedule.metric is not None:
+            if self._written is not None and self.is_overwritten():
+                self._warn_of_writer()
+            self.schedule.observe(logs)
+            self._note_rates()
+
+    def _note_rates(self) -> None:
+        """Notes that the schedule has written the rates; others are those of user code."""
+        self._written = [rate_stamp(group["lr"]) for group in self.optimizer.param_groups]
 
     def is_overwritten(self) -> bool:
         """Returns True if a rate is not the one that the schedule wrote. Reads no value from the device."""
@@ -312,6 +324,11 @@ class Updater:
         self.step, self.is_judged = step + 1, False
         for name, entry in self.optimizers.items():
             self.rates[name] = entry.set_rate(step, self.max_steps, epoch)
+
+    def observe(self, logs: Mapping[str, float]) -> None:
+        """Lets the schedules that follow a metric read the logs of an evaluation."""
+        for entry in self.optimizers.values():
+            entry.observe(logs)
 
     @property
     def torch_schedules(self) -> dict[str, TorchSchedule]:
