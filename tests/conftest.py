@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from tests import messages
+from tests import messages, vision
 
 # The machine may be busy: how long an example takes says nothing of the code.
 settings.register_profile("patient", deadline=None)
@@ -33,26 +33,8 @@ settings.load_profile("patient")
 PROJECT = Path(__file__).parent / "project"
 
 
-def _declare_torchvision_operators():
-    """Lets torchvision be imported next to a torch for which it was not built; its operators cannot be called then.
-
-    transformers, torchmetrics and timm import torchvision wherever it is installed.
-    """
-    found = importlib.util.find_spec("torchvision")
-    library = None if found is None else next(Path(found.origin).parent.glob("_C*.so"), None)
-    if library is None:
-        return None
-    try:
-        torch.ops.load_library(library)
-        return None
-    except OSError:
-        operators = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        return operators
-
-
-_torchvision_operators = _declare_torchvision_operators()
+if importlib.util.find_spec("torchvision") is not None:
+    vision.declare_operators()  # before anything imports transformers, which imports torchvision where it is installed
 
 
 def pytest_addoption(parser):
