@@ -397,6 +397,8 @@ def assemble(
         loss=build.loss(backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
         base=_base_weights(parallelized.model, build, trainer_class, folder),
+        recipes=build.recipes,
+        freeze_rules=build.freeze_rules(),
     )
     if for_training:
         build.reject_unused()

@@ -2,8 +2,8 @@
 
 Parts: `model` (its state dict), `base` (references to frozen pretrained weights, which `model` lacks), `optimizers`
 (state by parameter name), `training` (step, data position, hooks, trainer, task, events, loss scale, schedules,
-generators). store.py has files and commits. A sharded tensor is a DTensor in both directions: saved in shards, and
-loaded as the region of this rank's shard.
+generators, trainable parameters). store.py has files and commits. A sharded tensor is a DTensor in both directions:
+saved in shards, and loaded as the region of this rank's shard.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def collect(
     data: Mapping[str, Any],
     loss_scale: Stateful | None,
     schedules: Mapping[str, Stateful],
+    trainable: Mapping[str, Any] | None,
     anomalies: Stateful,
     generators: list[dict[str, Any]],
     step: int,
@@ -62,6 +63,7 @@ def collect(
 ) -> dict[str, Any]:
     """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks.
 
+    `trainable` has the names of the trainable parameters and the base rates of the groups; None for a pipeline.
     `own_states` are the states of the trainer and the task, by these names, as `merge_states` returns them. `averaged`
     are the averaged weights and whether evaluations use them. `references` is the part `base`: the weights that it
     names are left out of `model`. With `weights_only` there is no state to resume from.
@@ -93,6 +95,7 @@ def collect(
             **own_states,
             "events": dict(events),
             "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
+            "trainable": trainable,
             "schedules": {name: each.state_dict() for name, each in schedules.items()},
             "anomalies": anomalies.state_dict(),
             "generators": generators,

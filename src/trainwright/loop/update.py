@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from trainwright.loop.state import Batch
 from trainwright.optim.device_step import (
     device_of,
     divides_gradients,
+    follow_groups,
     rate_stamp,
     set_learning_rate,
     step_unless,
@@ -151,11 +153,22 @@ class ScheduledOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
-        self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.base_rates: list[float] = []
+        self.num_parameters = 0
+        self.read_groups()
         self.writer: str | None = None
         """The hook that has written a rate since the schedule did."""
         self._written: list[object] | None = None
         self._read: tuple[torch.Tensor, int, float] | None = None
+
+    def read_groups(self, base_rates: Sequence[float] = ()) -> None:
+        """Reads the base rates of groups that were added; `base_rates` are those of a checkpoint."""
+        groups = self.optimizer.param_groups
+        known = [*self.base_rates, *base_rates[len(self.base_rates) :]][: len(groups)]
+        self.base_rates = [*known, *(float(group["lr"]) for group in groups[len(known) :])]
+        self.num_parameters = sum(len(group["params"]) for group in groups)
+        if isinstance(self.schedule, TorchSchedule):
+            self.schedule.check_groups(len(groups))
 
     def rate(self, step: int, max_steps: int) -> float | None:
         """Returns the first group's rate in the update that follows `step` updates; None if it depends on more."""
@@ -323,12 +336,26 @@ class Updater:
             self.buffer_snapshot.take()
         self.step, self.is_judged = step + 1, False
         for name, entry in self.optimizers.items():
+            num_parameters = 0
+            for group in entry.optimizer.param_groups:
+                num_parameters += len(group["params"])
+            if num_parameters != entry.num_parameters:
+                self.follow_groups()  # user code has called add_param_group
             self.rates[name] = entry.set_rate(step, self.max_steps, epoch)
 
     def observe(self, logs: Mapping[str, float]) -> None:
         """Lets the schedules that follow a metric read the logs of an evaluation."""
         for entry in self.optimizers.values():
             entry.observe(logs)
+
+    def follow_groups(self, base_rates: Mapping[str, Sequence[float]] = MappingProxyType({})) -> None:
+        """Called after parameters or groups were added to an optimizer or removed from it."""
+        for owned in self._owned.values():
+            owned.gradient_sum.close()
+        self._owned.clear()
+        for name, entry in self.optimizers.items():
+            entry.read_groups(base_rates.get(name, ()))
+            follow_groups(entry.optimizer, device_of(entry.optimizer) or torch.device("cpu"))
 
     @property
     def torch_schedules(self) -> dict[str, TorchSchedule]:

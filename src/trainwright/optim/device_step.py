@@ -310,6 +310,19 @@ def prepare_for_capture(optimizer: torch.optim.Optimizer, device: torch.device) 
     return True
 
 
+def follow_groups(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Prepares groups that were added to an optimizer after `prepare_for_capture`; others are not changed."""
+    told: Any = optimizer
+    rates = getattr(optimizer, "captured_rates", None)
+    if rates is None:
+        return
+    for group in optimizer.param_groups[len(rates) :]:
+        rates.append(torch.tensor(float(group["lr"]), dtype=rates[0].dtype, device=device))
+        told.was_capturable.append(group.get("capturable"))
+    del rates[len(optimizer.param_groups) :], told.was_capturable[len(optimizer.param_groups) :]
+    _settle(optimizer, device)
+
+
 def can_be_captured(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Does the step read its rate on the device and nothing else on the host?
 
