@@ -51,6 +51,7 @@ from trainwright.optim.param_groups import (
     first_idle_stage,
     make_optimizer,
     parameters_of_all_stages,
+    reject_other_than_matrices,
     whole_of,
 )
 from trainwright.optim.torch_schedules import TorchSchedule, accepts_optimizer, missing_lengths
@@ -660,6 +661,8 @@ class Build:
         needs_kinds = getattr(target, "needs_parameter_kinds", False)
         provided = ("params", "kinds") if needs_kinds else ("params",)
         check_settings(target, arguments, label=label, origin=origin, provided=provided)
+        if target is getattr(torch.optim, "Muon", None):
+            reject_other_than_matrices(owned, label=label, where=origin(label))
 
         def make(params: list[dict[str, Any]]) -> torch.optim.Optimizer:
             # A user's optimizer may iterate over its parameters: it gets groups only if there are several.

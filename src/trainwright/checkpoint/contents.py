@@ -8,6 +8,7 @@ saved in shards, and loaded as the region of this rank's shard.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import random
@@ -421,10 +422,25 @@ def restore_optimizers(
             )
             continue
         if keep_settings:
-            saved = {**saved, "groups": optimizer.state_dict()["param_groups"]}
+            saved = {**saved, "groups": _keep_settings(optimizer, saved["groups"])}
         if other_stages:
             saved = _select_stage(saved, optimizer, names, other_stages, keep_groups=keep_settings)
         _load_by_name(optimizer, saved, names, label=name)
+
+
+def _keep_settings(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the groups of an optimizer with its own settings, and what else the saved groups contain.
+
+    Some optimizers count steps in their groups (schedulefree's `k` and `weight_sum`): these are no settings.
+    """
+    own = optimizer.state_dict()["param_groups"]
+    settings = {"params", "param_names", "lr", "initial_lr", "fused", "foreach", "capturable"}
+    settings |= {*inspect.signature(type(optimizer)).parameters}
+    others = list(saved) if len(own) == len(list(saved)) else [{}] * len(own)
+    return [
+        {**group, **{key: value for key, value in other.items() if key in group and key not in settings}}
+        for group, other in zip(own, others, strict=True)
+    ]
 
 
 def _select_stage(

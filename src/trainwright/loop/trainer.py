@@ -82,6 +82,7 @@ from trainwright.loop.task import Task, advise_fields, overrides
 from trainwright.loop.update import StepResult, Update, Updater
 from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
 from trainwright.models.from_config import FreezeRule
+from trainwright.optim.device_step import eval_weights, has_eval_weights
 from trainwright.optim.trainable import (
     OptimizerRecipe,
     add_trainable,
@@ -273,6 +274,7 @@ class Trainer:
         unowned = unowned_parameters(model, self.optimizers)
         self._frozen = {name: parameter for name, parameter in unowned.items() if not parameter.requires_grad}
         """The frozen parameters, which may become trainable."""
+        self._has_closures = any(each.requires_closure for each in self._updater.optimizers.values())
         self._follows_trainable = bool(self._frozen) or self._updater.sync is not None
         self._stop_signal = StopSignal(self.ranks)
         self._checkpointing = Checkpointing(config.checkpoint, context.store, self.ranks)
@@ -828,6 +830,8 @@ class Trainer:
                 if not self._is_inspected:
                     self._inspect_forward(batch)
                 self._updates.clear()
+                if self._has_closures:
+                    self._updater.repeat = partial(self._repeat_step, batch)
                 result: Any
                 if graph is None:
                     with self._around_step:
@@ -1111,6 +1115,11 @@ class Trainer:
             self.storage.put_metric(_UNLABELLED, Mean(float(iterator.num_unlabelled), 1.0), 1)
         iterator.num_ignored = iterator.num_unlabelled = 0
 
+    def _repeat_step(self, batch: Any) -> Any:
+        """Repeats the current step for an optimizer that computes the loss again."""
+        with self._around_step:
+            return self.train_step(batch)
+
     def _loss_weight(self) -> Any:
         """The weight of the loss of the last update."""
         return self._updates[-1].weight if self._updates else self._batch.num_samples
@@ -1314,7 +1323,7 @@ class Trainer:
 
     def _weights_to_evaluate(self, hooks: HookCalls) -> Mapping[str, torch.Tensor]:
         """Returns the weights that evaluations use instead of the model's; none if the model has a checkpoint's."""
-        averaged, is_evaluated = hooks.averaged_weights()
+        averaged, is_evaluated = self._averaged_weights(hooks)
         return averaged if is_evaluated and not self._has_loaded_weights else {}
 
     def _write_after_failure(self) -> None:
@@ -1323,6 +1332,19 @@ class Trainer:
             self._write_if_due()
         except Exception as error:  # the evaluation's own error is raised
             logger.error("The line of step %d could not be written: %s", self._state.step, error)
+
+    def _averaged_weights(self, hooks: HookCalls) -> tuple[Mapping[str, torch.Tensor], bool]:
+        """Returns the weights of a hook, or of an optimizer that evaluates with others than it trains."""
+        found = hooks.averaged_weights()
+        optimizers = [each for each in self.optimizers.values() if has_eval_weights(each)]
+        if not optimizers:
+            return found
+        if found[0]:
+            kind = type(optimizers[0]).__name__
+            raise ConfigError(f"hooks: {kind} has averaged weights of its own. Remove the hook that averages weights.")
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        pairs = [pair for optimizer in optimizers for pair in eval_weights(optimizer)]
+        return {names[id(each)]: value for each, value in pairs if id(each) in names}, True
 
     def _write_if_due(self) -> None:
         state, storage, ranks = self._state, self.storage, self.ranks
@@ -1427,7 +1449,7 @@ class Trainer:
             has_unfinished_step=self._state.has_unfinished_step,
             max_steps_at_end=self._state.max_steps_at_end,
             unclaimed_hook_state=self._unclaimed_hook_state,
-            averaged=self._hook_calls.averaged_weights(),
+            averaged=self._averaged_weights(self._hook_calls),
             references=base.references(self.model, ranks) if base is not None and not for_rollback else None,
             weights_only=weights_only,
         )

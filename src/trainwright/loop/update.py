@@ -30,7 +30,9 @@ from trainwright.optim.device_step import (
     device_of,
     divides_gradients,
     follow_groups,
+    has_eval_weights,
     rate_stamp,
+    requires_closure,
     set_learning_rate,
     step_unless,
     supports_found_inf,
@@ -155,6 +157,9 @@ class ScheduledOptimizer:
         self.schedule = schedule
         self.base_rates: list[float] = []
         self.num_parameters = 0
+        self.requires_closure = requires_closure(optimizer)
+        if has_eval_weights(optimizer):
+            optimizer.train()  # type: ignore[attr-defined]  # without state this changes no weight
         self.read_groups()
         self.writer: str | None = None
         """The hook that has written a rate since the schedule did."""
@@ -291,6 +296,12 @@ class Updater:
         self.after_replay: set[str] = set()
         """The optimizers that cannot be captured: in graph mode they step after each replay."""
         self._postponed: list[tuple[str, torch.Tensor | bool]] = []
+        self.repeat: Callable[[], Any] | None = None
+        """Repeats the current train_step, for optimizers that compute the loss again; the trainer sets it."""
+        self._last_loss = torch.zeros(())
+        """The loss of the last `apply`."""
+        self.is_repeating = False
+        """True while a closure repeats a step: `apply` then only computes the gradients."""
         self.skips_updates = detector is not None and detector.skips_updates
         """True if an update may be skipped: by a policy for anomalies, or because none of its labels counts."""
         self._owned: dict[tuple[str, ...], _OwnedParameters] = {}
@@ -432,11 +443,34 @@ class Updater:
         if self._capture.is_active and name in self.after_replay:
             self._postponed.append((name, skip))
             return {}
-        returned = step_unless(self.optimizers[name].optimizer, skip, grad_scale=grad_scale)
+        entry = self.optimizers[name]
+        closure = self._closure(entry.optimizer) if entry.requires_closure else None
+        returned = step_unless(entry.optimizer, skip, grad_scale=grad_scale, closure=closure)
         if not isinstance(returned, Mapping):
             return {}
         is_only = len(self.optimizers) == 1
         return dict(returned) if is_only else {f"{key}/{name}": value for key, value in returned.items()}
+
+    def _closure(self, optimizer: torch.optim.Optimizer) -> Callable[[], torch.Tensor]:
+        """Returns a function that repeats forward and backward of this step and returns the loss."""
+        repeat = self.repeat
+        if repeat is None:
+            raise ConfigError(f"{type(optimizer).__name__} computes the loss again, which works only within train().")
+        # LBFGS begins with the loss and the gradients that are there already.
+        known = [self._last_loss] if isinstance(optimizer, torch.optim.LBFGS) else []
+
+        def closure() -> torch.Tensor:
+            if known:
+                return known.pop()
+            self.is_repeating = True
+            try:
+                with torch.enable_grad():
+                    loss: torch.Tensor = repeat()[0]
+            finally:
+                self.is_repeating = False
+            return loss
+
+        return closure
 
     def take_postponed(self) -> list[tuple[str, torch.Tensor | bool]]:
         """Returns the optimizers that a captured step leaves to be stepped, each with whether to skip."""
@@ -719,6 +753,10 @@ class Update:
                 if repair is not None and updater.loss_scale is None:
                     repair()
             grad_norm, factor = self._clip(gradients, factor, owned.norm)
+            if updater.is_repeating:
+                self._scale_gradients(names, gradients, factor)
+                return StepResult(loss, {}, grad_norm, updater.rates[names[0]])
+            updater._last_loss = loss
             skip = False if self.has_plain_loss else self._is_empty()  # a plain loss counts samples
             if skip is not True:
                 judged = self._judge(loss, grad_norm)

@@ -343,6 +343,21 @@ def make_optimizer(
     return optimizer
 
 
+def reject_other_than_matrices(owned: Mapping[str, Tensor], *, label: str, where: object | None) -> None:
+    """Rejects parameters that torch's Muon does not support, with what to do: it steps matrices only."""
+    others = [name for name, parameter in owned.items() if parameter.ndim != 2]
+    if others:
+        more = f" and {len(others) - MOST_SHOWN} more" if len(others) > MOST_SHOWN else ""
+        raise ConfigError(
+            f"{label}: torch's Muon steps matrices only, but these have other dims: {', '.join(others[:MOST_SHOWN])}"
+            f"{more}. Give it the matrices of the hidden layers, and the rest to another optimizer: "
+            'trainer.optimizers: {muon: {optimizer: {type: "torch.optim:Muon", lr: 1e-3}, match: "*layers*.weight"}, '
+            'rest: {optimizer: {type: adamw, lr: 1e-3}, match: ["*.bias", "embed*"]}}. Or use type: muon, which does '
+            "this itself.",
+            where=where,
+        )
+
+
 def describe_unowned(model: nn.Module, owned: Mapping[str, Tensor]) -> dict[str, str]:
     """Returns the names of a model's parameters that an optimizer over `owned` does not have, each with the reason."""
     names = {id(parameter): name for name, parameter in owned.items()}

@@ -71,6 +71,11 @@ def add_trainable(
     for owner in dict.fromkeys(owners.values()):
         own = {name: added[name] for name in added if owners[name] == owner}
         optimizer, recipe = optimizers[owner], recipes.get(owner)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                f"{next(iter(own))} has become trainable, but LBFGS cannot train further parameters during a run: its "
+                "history is of the others. Train it from the start, or use another optimizer."
+            )
         if recipe is None or recipe.optimizer is not optimizer:
             _append(optimizer.param_groups[0], own)
             continue
