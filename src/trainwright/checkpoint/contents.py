@@ -47,8 +47,6 @@ def collect(
     events: Mapping[str, Any],
     data: Mapping[str, Any],
     loss_scale: Stateful | None,
-    schedules: Mapping[str, Stateful],
-    trainable: Mapping[str, Any] | None,
     anomalies: Stateful,
     generators: list[dict[str, Any]],
     step: int,
@@ -57,6 +55,8 @@ def collect(
     data_start: int,
     max_steps_at_end: int,
     unclaimed_hook_state: Mapping[str, Any],
+    schedules: Mapping[str, Stateful] = MappingProxyType({}),
+    trainable: Mapping[str, Any] | None = None,
     own_states: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     averaged: tuple[Mapping[str, torch.Tensor], bool] = ({}, False),
     references: Mapping[str, Any] | None = None,
@@ -519,8 +519,47 @@ def _state_by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
     state = optimizer.state_dict()
     groups = [{**group, "params": [ordered[number] for number in group["params"]]} for group in state["param_groups"]]
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    by_name = {ordered[number]: value for number, value in state["state"].items()}
+    by_name = {ordered[number]: _take_apart(optimizer, values) for number, values in state["state"].items()}
     return {"class": type(optimizer).__name__, "state": by_name, "groups": groups, **extra}
+
+
+_PARTS, _CONTEXT = "parts of a tensor", "context"
+
+
+def _take_apart(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a parameter's state with the parts of quantized tensors (torchao's) instead of the tensors."""
+    if not hasattr(optimizer, "_new_buffer"):
+        return values
+    plain = dict(values)
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and not is_split(value):
+            names, context = value.__tensor_flatten__()
+            parts = {name: getattr(value, name) for name in names}
+            plain[key] = {
+                _PARTS: parts,
+                _CONTEXT: [str(each) if isinstance(each, torch.dtype) else each for each in context],
+            }
+    return plain
+
+
+def _put_together(optimizer: Any, parameter: torch.Tensor, values: Any) -> Any:
+    """Reverses `_take_apart`. The class is that of the optimizer's own tensors: a file cannot name another."""
+    if not hasattr(optimizer, "_new_buffer"):
+        return values
+    for key, value in values.items():
+        if isinstance(value, Mapping) and _PARTS in value:
+            kind = type(optimizer._new_buffer(parameter.detach(), True))
+            parts = {name: each.to(parameter.device) for name, each in value[_PARTS].items()}
+            context = [_dtype(each) if str(each).startswith("torch.") else each for each in value[_CONTEXT]]
+            values[key] = kind.__tensor_unflatten__(parts, context, None, None)
+    return values
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"The optimizer's state has the dtype {name!r}, which torch does not have.")
+    return dtype
 
 
 def _load_by_name(
@@ -550,7 +589,11 @@ def _load_by_name(
     groups = [{**group, **own} for group, own in zip(settings, kept, strict=True)]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
-        number: map_tensors(values, lambda value, _, own=parameters[number]: shard_like(own, value))
+        number: _put_together(
+            optimizer,
+            parameters[number],
+            map_tensors(values, lambda value, _, own=parameters[number]: shard_like(own, value)),
+        )
         for number, values in ((numbers[name], values) for name, values in saved["state"].items())
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})

@@ -193,7 +193,8 @@ class TorchSchedule:
             for number, tensor in tensors.items():
                 value, groups[number]["lr"] = float(groups[number]["lr"]), tensor
                 tensor.fill_(value)
-                self._known[number] = (version_of(tensor), value)
+                rounded = float(torch.tensor(value, dtype=tensor.dtype))  # what a resumed run reads from the tensor
+                self._known[number] = (version_of(tensor), rounded)
 
     def _reject(self, key: str, problem: str) -> None:
         raise ConfigError(f"{self._label}.{key}: {problem}", where=self._where)
