@@ -338,7 +338,8 @@ def make_optimizer(
     if is_fused and has_shards(optimizer.param_groups):
         problem = f"torch's fused {kind} cannot step sharded parameters. Remove it, or use adamw."
         _reject(f"{label}.fused", problem, origin)
-    if hasattr(optimizer, "_new_buffer") and has_shards(optimizer.param_groups):  # torchao's quantized state
+    is_quantized = type(optimizer).__module__.startswith("torchao.")
+    if is_quantized and has_shards(optimizer.param_groups):
         problem = f"{kind} has quantized state, which cannot be saved in shards. Use runtime.mesh.replicate, or adamw."
         _reject(label, problem, origin)
     for group in optimizer.param_groups:
