@@ -176,6 +176,11 @@ TABLE = {
         files=("parallel/fully_shard.py",),
     ),
     **names(
+        "FSDP2 copies requires_grad of a parameter once; a run may freeze and unfreeze it.",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup:_init_mp_dtypes",
+        files=("parallel/fully_shard.py",),
+    ),
+    **names(
         "torch has no public function that says whether a mode is the current one.",
         "torch.overrides._get_current_function_mode",
         files=("parallel/mixed_tensors.py",),
@@ -282,6 +287,7 @@ OTHERS = {
     "_reductions": "torchmetrics.Metric",
     "_from_config": "transformers' models",
     "_model_mapping": "transformers' auto classes",
+    "_new_buffer": "torchao's optimizers",
     "_name_or_path": "transformers' configs",
     "_next_step": "trackio's runs",
     "_original_forward": "our own: memory/module_paths.py sets it",

@@ -92,6 +92,8 @@ def write(store, model, optimizers, *, step=5, hooks=(), unclaimed=None, generat
         step=step,
         has_unfinished_step=False,
         max_steps_at_end=0,
+        begun_epoch=0,
+        data_start=0,
         unclaimed_hook_state=unclaimed or {},
     )
     store.write(step, parts, metrics={})

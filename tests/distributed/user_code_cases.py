@@ -122,6 +122,29 @@ class TwoTerms(Double):
         return update.apply()
 
 
+class Unfreezing(Double):
+    """Freezes the first layer, unfreezes it after an update, and freezes the embeddings instead."""
+
+    @classmethod
+    def build_model(cls, build):
+        model = super().build_model(build)
+        model.model.layers[0].requires_grad_(False)
+        return model
+
+    @classmethod
+    def build_hooks(cls, build):
+        return [*build.hooks(), ChangeTrainable()]
+
+
+class ChangeTrainable(Hook):
+    def after_step(self):
+        if self.trainer.step == 1:
+            self.trainer.model.model.layers[0].requires_grad_(True)
+            self.trainer.model.model.embed_tokens.requires_grad_(False)
+            self.kept = self.trainer.model.model.embed_tokens.weight.detach().clone()
+        assert torch.equal(self.kept, self.trainer.model.model.embed_tokens.weight)
+
+
 class Marked(Double):
     """Marks parameters, as a model may do."""
 
@@ -202,6 +225,7 @@ CASES = {
     "own-step-micro": (("fsdp",), OwnStep, (*SHORT, "trainer.micro_batch_size=1", *UNSHARDED)),
     "own-step-first": (("fsdp", "tensor", "replicate-fsdp"), OwnStepFirst, SHORT),
     "two-terms": (("replicate", "fsdp", "tensor"), TwoTerms, (*SHORT, "trainer.micro_batch_size=1")),
+    "unfreezing": (("replicate", "fsdp", "tensor"), Unfreezing, (*SHORT, "trainer.micro_batch_size=1")),
     "compiled": (("fsdp",), Penalized, (*SHORT, *COMPILED)),
     "compiled-step": (("fsdp", "tensor"), OwnStep, (*SHORT, *COMPILED)),
     "marked": (SPLIT, Marked, (*SHORT, "trainer.optimizer={type: adamw, lr: 1e-2, weight_decay: 0.5}")),

@@ -104,3 +104,23 @@ class DocumentStream(ShardedPoints):
 def halve_rate(step):
     """A factor for torch's LambdaLR."""
     return 0.5**step
+
+
+class Sharpness(torch.optim.SGD):
+    """Steps with the gradient at the weights moved along it, as sharpness-aware minimization does."""
+
+    needs_closure = True
+    num_evaluations = 0
+
+    def step(self, closure=None):
+        weights = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(parameter.grad, alpha=0.05)
+        closure()
+        self.num_evaluations += 1
+        with torch.no_grad():
+            for parameter, weight in zip(parameters, weights, strict=True):
+                parameter.copy_(weight)
+        super().step()

@@ -32,7 +32,7 @@ from trainwright.hooks.watchdog import Watchdog
 from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
-from trainwright.models.from_config import claimed_modules, freeze
+from trainwright.models.from_config import claimed_modules, freeze, read_freeze
 from trainwright.models.lora import add_lora
 from trainwright.models.model import Model, check_type
 from trainwright.models.names import as_globs, matched_parameters
@@ -321,10 +321,14 @@ class ModelRules:
         self.model = None  # peft may compute with the weights, so that it is not applied on the meta device
 
     def _freeze(self, given: Any) -> None:
-        for glob in as_globs("freeze", given):
+        for glob, rule in [(glob, each) for each in read_freeze(given) for glob in each.globs]:
             names = [] if self.model is None else matched_parameters("freeze", glob, self.model)
             own = {} if self.model is None else dict(self.model.named_parameters(remove_duplicate=False))
-            self.of_model.append(_rule(f'freeze "{glob}"', _weights(own[name] for name in names) if names else ""))
+            limits = [
+                f" until {word} {limit}" for word, limit in zip(("step", "epoch"), rule[1:], strict=True) if limit
+            ]
+            remark = _weights(own[name] for name in names) if names else ""
+            self.of_model.append(_rule(f'freeze "{glob}"{"".join(limits)}', remark))
         if self.model is not None:
             freeze(self.model, given)
 

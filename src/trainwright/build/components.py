@@ -35,7 +35,13 @@ from trainwright.loop.metrics import ConfiguredMetric, never_distributed, reject
 from trainwright.loop.outputs import ConfiguredLoss
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
-from trainwright.models.from_config import build_model_section, build_without_memory, is_as_shipped
+from trainwright.models.from_config import (
+    FreezeRule,
+    build_model_section,
+    build_without_memory,
+    is_as_shipped,
+    read_freeze,
+)
 from trainwright.models.pretrained_facts import PretrainedFacts
 from trainwright.optim.param_groups import (
     check_settings,
@@ -45,9 +51,11 @@ from trainwright.optim.param_groups import (
     first_idle_stage,
     make_optimizer,
     parameters_of_all_stages,
+    reject_other_than_matrices,
     whole_of,
 )
 from trainwright.optim.torch_schedules import TorchSchedule, accepts_optimizer, missing_lengths
+from trainwright.optim.trainable import OptimizerRecipe
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
 from trainwright.registry.trust import reject_untrusted
@@ -103,6 +111,8 @@ class Build:
         self._task: Task | None = None
         self._data_task: Task | None = None
         """The task if it builds the datasets."""
+        self.recipes: dict[str, OptimizerRecipe] = {}
+        """How the optimizers of the config were built, by name."""
         self.used: set[str] = set()
         """The sections from which an object was built."""
         self._splits: dict[str, Any] | None = None
@@ -164,18 +174,27 @@ class Build:
         self.used |= {"trainer.optimizer", "trainer.optimizers"}
         trainer = self.config.trainer
         trainable = self._trainable(model)
+        self.recipes = {}
         if not trainer.optimizers:
             if trainer.optimizer is None:
                 raise ConfigError(
                     "trainer.optimizer is required, for example {type: adamw, lr: 1e-3}.",
                     where=self.config.origin("trainer"),
                 )
-            return {"main": self._optimizer("trainer.optimizer", trainer.optimizer, trainable, model)}
+            return {"main": self._recorded("main", "trainer.optimizer", trainer.optimizer, ("*",), trainable, model)}
         shares = _share_out(trainable, {name: entry.match for name, entry in trainer.optimizers.items()}, self.config)
         return {
-            name: self._optimizer(f"trainer.optimizers.{name}.optimizer", entry.optimizer, shares[name], model)
+            name: self._recorded(
+                name, f"trainer.optimizers.{name}.optimizer", entry.optimizer, entry.match, shares[name], model
+            )
             for name, entry in trainer.optimizers.items()
         }
+
+    def freeze_rules(self) -> list[FreezeRule]:
+        """The entries of `model.freeze` that end during the run; all entries if there is one."""
+        given = {} if self.config.model is None else self.config.model.reserved
+        rules = read_freeze(given["freeze"]) if "freeze" in given else []
+        return rules if any(any(rule[1:]) for rule in rules) else []
 
     def train_data(self) -> Any:
         """The task's training dataset if it builds one, otherwise `data.train`, divided by `data.split`.
@@ -642,6 +661,8 @@ class Build:
         needs_kinds = getattr(target, "needs_parameter_kinds", False)
         provided = ("params", "kinds") if needs_kinds else ("params",)
         check_settings(target, arguments, label=label, origin=origin, provided=provided)
+        if target is getattr(torch.optim, "Muon", None):
+            reject_other_than_matrices(owned, label=label, where=origin(label))
 
         def make(params: list[dict[str, Any]]) -> torch.optim.Optimizer:
             # A user's optimizer may iterate over its parameters: it gets groups only if there are several.
@@ -657,6 +678,21 @@ class Build:
         optimizer = make_optimizer(make, owned, groups, label=label, origin=origin, others=others)
         if whole_of(model) is not None:
             drop_other_stages(optimizer, model)
+        return optimizer
+
+    def _recorded(
+        self,
+        name: str,
+        label: str,
+        component: Component,
+        match: tuple[str, ...],
+        owned: Mapping[str, Any],
+        model: torch.nn.Module,
+    ) -> torch.optim.Optimizer:
+        """Builds an optimizer and records how, for parameters that become trainable during the run."""
+        optimizer = self._optimizer(label, component, owned, model)
+        make = partial(self._optimizer, label, component, model=model)
+        self.recipes[name] = OptimizerRecipe(optimizer, owned, match, lambda parameters: make(owned=parameters))
         return optimizer
 
     def _trainable(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:

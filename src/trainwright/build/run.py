@@ -49,6 +49,7 @@ from trainwright.loop.trainer import Trainer, TrainerContext
 from trainwright.loop.update import LossScale, ScheduledOptimizer, Updater, persistent_buffers
 from trainwright.models.from_config import pretrained_source
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
+from trainwright.optim.device_step import requires_closure
 from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh
@@ -397,6 +398,8 @@ def assemble(
         loss=build.loss(backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
         base=_base_weights(parallelized.model, build, trainer_class, folder),
+        recipes=build.recipes,
+        freeze_rules=build.freeze_rules(),
     )
     if for_training:
         build.reject_unused()
@@ -540,6 +543,8 @@ def _updater(
                 warmup,
                 max_steps,
             )
+    for name, optimizer in optimizers.items():
+        reject_closure(optimizer, config, ranks.mesh, label=name)
     return Updater(
         {name: ScheduledOptimizer(optimizer, schedules[name]) for name, optimizer in optimizers.items()},
         global_batch_size=batch.global_batch_size,
@@ -619,3 +624,20 @@ def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, cou
             if before is None or now is None:
                 continue
             logger.info("max_steps %d → %d: the next rate of %s: %g → %g", limit, trainer.max_steps, name, before, now)
+
+
+def reject_closure(optimizer: torch.optim.Optimizer, config: RunConfig, mesh: Mesh, *, label: str) -> None:
+    """Raises for an optimizer that computes the loss again (LBFGS) where that cannot work."""
+    if not requires_closure(optimizer):
+        return
+    problem = None
+    if config.runtime.precision == "fp16":
+        problem = "the loss scale of fp16 belongs to one backward. Use runtime.precision bf16 or fp32."
+    elif config.runtime.mode == "graph":
+        problem = "a graph makes one forward and one backward. Use runtime.mode eager or compile."
+    elif mesh.is_split:
+        problem = "it needs the full gradients, but the model is sharded. Use runtime.mesh.replicate."
+    if problem is not None:
+        name = type(optimizer).__name__
+        where = config.origin("trainer.optimizer" if label == "main" else f"trainer.optimizers.{label}.optimizer")
+        raise ConfigError(f"{name} computes the loss several times in a step: {problem}", where=where)

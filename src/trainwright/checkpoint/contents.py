@@ -2,12 +2,13 @@
 
 Parts: `model` (its state dict), `base` (references to frozen pretrained weights, which `model` lacks), `optimizers`
 (state by parameter name), `training` (step, data position, hooks, trainer, task, events, loss scale, schedules,
-generators). store.py has files and commits. A sharded tensor is a DTensor in both directions: saved in shards, and
-loaded as the region of this rank's shard.
+generators, trainable parameters). store.py has files and commits. A sharded tensor is a DTensor in both directions:
+saved in shards, and loaded as the region of this rank's shard.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import random
@@ -46,7 +47,6 @@ def collect(
     events: Mapping[str, Any],
     data: Mapping[str, Any],
     loss_scale: Stateful | None,
-    schedules: Mapping[str, Stateful],
     anomalies: Stateful,
     generators: list[dict[str, Any]],
     step: int,
@@ -55,6 +55,8 @@ def collect(
     data_start: int,
     max_steps_at_end: int,
     unclaimed_hook_state: Mapping[str, Any],
+    schedules: Mapping[str, Stateful] = MappingProxyType({}),
+    trainable: Mapping[str, Any] | None = None,
     own_states: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     averaged: tuple[Mapping[str, torch.Tensor], bool] = ({}, False),
     references: Mapping[str, Any] | None = None,
@@ -62,6 +64,7 @@ def collect(
 ) -> dict[str, Any]:
     """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks.
 
+    `trainable` has the names of the trainable parameters and the base rates of the groups; None for a pipeline.
     `own_states` are the states of the trainer and the task, by these names, as `merge_states` returns them. `averaged`
     are the averaged weights and whether evaluations use them. `references` is the part `base`: the weights that it
     names are left out of `model`. With `weights_only` there is no state to resume from.
@@ -93,6 +96,7 @@ def collect(
             **own_states,
             "events": dict(events),
             "loss_scale": None if loss_scale is None else loss_scale.state_dict(),
+            "trainable": trainable,
             "schedules": {name: each.state_dict() for name, each in schedules.items()},
             "anomalies": anomalies.state_dict(),
             "generators": generators,
@@ -418,10 +422,25 @@ def restore_optimizers(
             )
             continue
         if keep_settings:
-            saved = {**saved, "groups": optimizer.state_dict()["param_groups"]}
+            saved = {**saved, "groups": _keep_settings(optimizer, saved["groups"])}
         if other_stages:
             saved = _select_stage(saved, optimizer, names, other_stages, keep_groups=keep_settings)
         _load_by_name(optimizer, saved, names, label=name)
+
+
+def _keep_settings(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the groups of an optimizer with its own settings, and what else the saved groups contain.
+
+    Some optimizers count steps in their groups (schedulefree's `k` and `weight_sum`): these are no settings.
+    """
+    own = optimizer.state_dict()["param_groups"]
+    settings = {"params", "param_names", "lr", "initial_lr", "fused", "foreach", "capturable"}
+    settings |= {*inspect.signature(type(optimizer)).parameters}
+    others = list(saved) if len(own) == len(list(saved)) else [{}] * len(own)
+    return [
+        {**group, **{key: value for key, value in other.items() if key in group and key not in settings}}
+        for group, other in zip(own, others, strict=True)
+    ]
 
 
 def _select_stage(
@@ -500,8 +519,47 @@ def _state_by_name(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
     state = optimizer.state_dict()
     groups = [{**group, "params": [ordered[number] for number in group["params"]]} for group in state["param_groups"]]
     extra = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
-    by_name = {ordered[number]: value for number, value in state["state"].items()}
+    by_name = {ordered[number]: _take_apart(optimizer, values) for number, values in state["state"].items()}
     return {"class": type(optimizer).__name__, "state": by_name, "groups": groups, **extra}
+
+
+_PARTS, _CONTEXT = "parts of a tensor", "context"
+
+
+def _take_apart(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a parameter's state with the parts of quantized tensors (torchao's) instead of the tensors."""
+    if not hasattr(optimizer, "_new_buffer"):
+        return values
+    plain = dict(values)
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__") and not is_split(value):
+            names, context = value.__tensor_flatten__()
+            parts = {name: getattr(value, name) for name in names}
+            plain[key] = {
+                _PARTS: parts,
+                _CONTEXT: [str(each) if isinstance(each, torch.dtype) else each for each in context],
+            }
+    return plain
+
+
+def _put_together(optimizer: Any, parameter: torch.Tensor, values: Any) -> Any:
+    """Reverses `_take_apart`. The class is that of the optimizer's own tensors: a file cannot name another."""
+    if not hasattr(optimizer, "_new_buffer"):
+        return values
+    for key, value in values.items():
+        if isinstance(value, Mapping) and _PARTS in value:
+            kind = type(optimizer._new_buffer(parameter.detach(), True))
+            parts = {name: each.to(parameter.device) for name, each in value[_PARTS].items()}
+            context = [_dtype(each) if str(each).startswith("torch.") else each for each in value[_CONTEXT]]
+            values[key] = kind.__tensor_unflatten__(parts, context, None, None)
+    return values
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"The optimizer's state has the dtype {name!r}, which torch does not have.")
+    return dtype
 
 
 def _load_by_name(
@@ -531,7 +589,11 @@ def _load_by_name(
     groups = [{**group, **own} for group, own in zip(settings, kept, strict=True)]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {
-        number: map_tensors(values, lambda value, _, own=parameters[number]: shard_like(own, value))
+        number: _put_together(
+            optimizer,
+            parameters[number],
+            map_tensors(values, lambda value, _, own=parameters[number]: shard_like(own, value)),
+        )
         for number, values in ((numbers[name], values) for name, values in saved["state"].items())
     }
     optimizer.load_state_dict({"state": state, "param_groups": groups, **extra})

@@ -105,9 +105,16 @@ def _component(kind: str, type_names: Sequence[str]) -> Json:
     }
     properties: Json = {"type": type_}
     if kind == "model":
+        limit = {"type": "integer", "minimum": 1}
+        globs = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+        rule = {"match": globs, "until_step": limit, "until_epoch": limit}
+        entries: list[Json] = [
+            {"type": "string"},
+            {"type": "object", "properties": rule, "required": ["match"], "additionalProperties": False},
+        ]
         properties["freeze"] = {
-            "description": "Globs over parameter names that are not trained.",
-            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+            "description": "Globs over parameter names that are not trained, or not until a step or an epoch.",
+            "anyOf": [*entries, {"type": "array", "items": {"anyOf": entries}}],
         }
     whole = {"type": "object", "properties": properties, "required": ["type"], "additionalProperties": True}
     return {

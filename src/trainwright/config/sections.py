@@ -256,7 +256,7 @@ class OptimizerSection(Section):
     optimizer: Component
     """The optimizer's type and arguments."""
     schedule: Component | None = None
-    """The learning-rate schedule; None: the optimizer's constant rate."""
+    """The learning-rate schedule; None: the optimizer's own rates, which hooks may change."""
     match: Annotated[tuple[str, ...], BeforeValidator(_tuple_or_one), Field(min_length=1)] = ("*",)
     """Globs of the names of the parameters that this optimizer updates."""
 
@@ -352,7 +352,7 @@ class TrainerSection(Section):
     optimizer: Component | None = None
     """The optimizer of all parameters; None if `optimizers`, a task or a trainer defines it."""
     schedule: Component | None = None
-    """The learning-rate schedule; None: the optimizer's constant rate."""
+    """The learning-rate schedule; None: the optimizer's own rates, which hooks may change."""
     optimizers: Frozen[OptimizerSection] = Field(default_factory=Frozen)
     """Several optimizers by name, instead of `optimizer`."""
 

@@ -81,6 +81,15 @@ from trainwright.loop.stop_signal import StopRequest, StopSignal
 from trainwright.loop.task import Task, advise_fields, overrides
 from trainwright.loop.update import StepResult, Update, Updater
 from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
+from trainwright.models.from_config import FreezeRule
+from trainwright.optim.device_step import eval_weights, has_eval_weights
+from trainwright.optim.trainable import (
+    OptimizerRecipe,
+    add_trainable,
+    restore_members,
+    unfreeze_due,
+    unowned_parameters,
+)
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split
 from trainwright.parallel.replicate import copy_from_first
@@ -153,6 +162,8 @@ class TrainerContext:
     loss: ConfiguredLoss | None = None
     test_data: EvaluationData | None = None
     base: BaseWeights | None = None
+    recipes: Mapping[str, OptimizerRecipe] = field(default_factory=dict)
+    freeze_rules: Sequence[FreezeRule] = ()
 
 
 _UNLABELLED = "unlabelled_rows"
@@ -260,6 +271,11 @@ class Trainer:
         owners: dict[str, tuple[contents.Stateful, type]] = {"trainer": (self, Trainer), "task": (task, Task)}
         self._stateful = {name: each for name, (each, kind) in owners.items() if overrides(each, "state_dict", kind)}
         """The trainer and the task, if they have state."""
+        unowned = unowned_parameters(model, self.optimizers)
+        self._frozen = {name: parameter for name, parameter in unowned.items() if not parameter.requires_grad}
+        """The frozen parameters, which may become trainable."""
+        self._has_closures = any(each.requires_closure for each in self._updater.optimizers.values())
+        self._follows_trainable = bool(self._frozen) or self._updater.sync is not None
         self._stop_signal = StopSignal(self.ranks)
         self._checkpointing = Checkpointing(config.checkpoint, context.store, self.ranks)
         self._anomalies = AnomalyResponse(
@@ -613,6 +629,37 @@ class Trainer:
             yield value
         self._make_current(whole)
 
+    def _follow_trainable(self) -> bool:
+        """Adds parameters that have become trainable to their optimizers; returns True if there are any."""
+        state, updater = self._state, self._updater
+        if updater.sync is not None:
+            updater.sync.follow_trainable()
+        if self.context.freeze_rules:
+            unfreeze_due(self._frozen, self.model, self.context.freeze_rules, step=state.step, epoch=state.epoch)
+        added = {name: each for name, each in self._frozen.items() if each.requires_grad}
+        if not added:
+            return False
+        unowned = unowned_parameters(self.model, self.optimizers)
+        self._frozen = {name: each for name, each in self._frozen.items() if name in unowned}
+        added = {name: each for name, each in added.items() if name in unowned}  # a hook may have added some itself
+        if updater.pipeline is not None:
+            raise ConfigError(
+                f"{next(iter(added))} has become trainable, but a pipeline cannot train further parameters during a "
+                "run. Train it from the start, or use another mesh axis."
+            )
+        owners = add_trainable(added, self.optimizers, self.context.recipes)
+        for name, parameter in added.items():
+            parameter.grad = None
+            del self._frozen[name]
+        updater.follow_groups()
+        if updater.sync is not None:
+            updater.sync.follow_trainable()
+        if self.ranks.is_first:
+            shown = ", ".join([*added][:4]) + (f" and {len(added) - 4} more" if len(added) > 4 else "")
+            names = ", ".join(dict.fromkeys(owners.values()))
+            logger.info("Step %d: %s become trainable, with the optimizer %s.", state.step + 1, shown, names)
+        return True
+
     def _read_batch(self, value: Any, fetched: Batch | None) -> Batch:
         """Returns a batch of an overridden `next_train_inputs`, with its number of samples.
 
@@ -757,6 +804,8 @@ class Trainer:
                 with self.gather_mixed:
                     for call in self._hook_calls.before_step:
                         call()
+                if self._follows_trainable and self._follow_trainable() and graph is not None:
+                    graph.reset()
                 self.heartbeat.enter("data", state.step + 1)
                 state.data_start, before = data.order_position, iterator.fetched
                 try:
@@ -781,6 +830,8 @@ class Trainer:
                 if not self._is_inspected:
                     self._inspect_forward(batch)
                 self._updates.clear()
+                if self._has_closures:
+                    self._updater.repeat = partial(self._repeat_step, batch)
                 result: Any
                 if graph is None:
                     with self._around_step:
@@ -1064,6 +1115,11 @@ class Trainer:
             self.storage.put_metric(_UNLABELLED, Mean(float(iterator.num_unlabelled), 1.0), 1)
         iterator.num_ignored = iterator.num_unlabelled = 0
 
+    def _repeat_step(self, batch: Any) -> Any:
+        """Repeats the current step for an optimizer that computes the loss again."""
+        with self._around_step:
+            return self.train_step(batch)
+
     def _loss_weight(self) -> Any:
         """The weight of the loss of the last update."""
         return self._updates[-1].weight if self._updates else self._batch.num_samples
@@ -1267,7 +1323,7 @@ class Trainer:
 
     def _weights_to_evaluate(self, hooks: HookCalls) -> Mapping[str, torch.Tensor]:
         """Returns the weights that evaluations use instead of the model's; none if the model has a checkpoint's."""
-        averaged, is_evaluated = hooks.averaged_weights()
+        averaged, is_evaluated = self._averaged_weights(hooks)
         return averaged if is_evaluated and not self._has_loaded_weights else {}
 
     def _write_after_failure(self) -> None:
@@ -1276,6 +1332,19 @@ class Trainer:
             self._write_if_due()
         except Exception as error:  # the evaluation's own error is raised
             logger.error("The line of step %d could not be written: %s", self._state.step, error)
+
+    def _averaged_weights(self, hooks: HookCalls) -> tuple[Mapping[str, torch.Tensor], bool]:
+        """Returns the weights of a hook, or of an optimizer that evaluates with others than it trains."""
+        found = hooks.averaged_weights()
+        optimizers = [each for each in self.optimizers.values() if has_eval_weights(each)]
+        if not optimizers:
+            return found
+        if found[0]:
+            kind = type(optimizers[0]).__name__
+            raise ConfigError(f"hooks: {kind} has averaged weights of its own. Remove the hook that averages weights.")
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        pairs = [pair for optimizer in optimizers for pair in eval_weights(optimizer)]
+        return {names[id(each)]: value for each, value in pairs if id(each) in names}, True
 
     def _write_if_due(self) -> None:
         state, storage, ranks = self._state, self.storage, self.ranks
@@ -1372,6 +1441,7 @@ class Trainer:
             data=data.merge_states(ranks.gather_samples(data.state_dict())),
             loss_scale=self._updater.loss_scale,
             schedules=self._updater.torch_schedules,
+            trainable=self._trainable_state(),
             anomalies=self._anomalies,
             step=self._state.step,
             begun_epoch=self._state.begun_epoch,
@@ -1379,7 +1449,7 @@ class Trainer:
             has_unfinished_step=self._state.has_unfinished_step,
             max_steps_at_end=self._state.max_steps_at_end,
             unclaimed_hook_state=self._unclaimed_hook_state,
-            averaged=self._hook_calls.averaged_weights(),
+            averaged=self._averaged_weights(self._hook_calls),
             references=base.references(self.model, ranks) if base is not None and not for_rollback else None,
             weights_only=weights_only,
         )
@@ -1403,10 +1473,12 @@ class Trainer:
         state, data, ranks = self._state, self.train_data, self.ranks
         assert data is not None
         keep_settings = self._keeps_optimizer_settings
+        training, optimizers = contents.with_full_tensors(read("training")), read("optimizers")
+        if training["trainable"] is not None:
+            self._restore_trainable(training["trainable"], optimizers, keep_settings=keep_settings)
         contents.restore_optimizers(
-            read("optimizers"), self.model, self.optimizers, keep_settings=keep_settings, other_stages=other_stages
+            optimizers, self.model, self.optimizers, keep_settings=keep_settings, other_stages=other_stages
         )
-        training = contents.with_full_tensors(read("training"))
         self._restore_progress(training)
         data.load_state_dict(training["data"], accept_changes=keep_settings)
         state.epoch = state.begun_epoch if state.has_unfinished_step else data.epoch
@@ -1423,6 +1495,42 @@ class Trainer:
         self._restore_own_states(training, accept_changes=keep_settings)
         if ranks.mesh.data_rank < len(training["generators"]):  # an additional rank starts with its own seed
             self._saved_generators = training["generators"][ranks.mesh.data_rank]
+
+    def _trainable_state(self) -> dict[str, Any] | None:
+        """Returns which parameters are trainable, and the base rates of their groups; a pipeline keeps them."""
+        if self._updater.pipeline is not None:
+            return None
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return {
+            "names": names,
+            "base_rates": {name: each.base_rates for name, each in self._updater.optimizers.items()},
+        }
+
+    def _restore_trainable(
+        self, saved: Mapping[str, Any], optimizers: Mapping[str, Any], *, keep_settings: bool
+    ) -> None:
+        """Makes the parameters trainable that were so in the checkpoint, and no others."""
+        parameters, names = dict(self.model.named_parameters()), set(saved["names"])
+        if names == {name for name, each in parameters.items() if each.requires_grad}:
+            return
+        joining, leaving = names & self._frozen.keys(), parameters.keys() - names
+        if keep_settings:  # settings that are accepted, such as model.freeze, are not those of the checkpoint
+            for name in joining:
+                parameters[name].requires_grad_(True)
+            self._follow_trainable()
+            return
+        for name, optimizer in self.optimizers.items():
+            groups = optimizers.get(name, {}).get("groups", ())
+            restore_members(optimizer, groups, parameters, may_join=joining, may_leave=leaving)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in names)
+        # One that was unfrozen after the last step of the checkpoint joins its optimizer in the next step.
+        unowned = unowned_parameters(self.model, self.optimizers)
+        self._frozen = {name: each for name, each in unowned.items() if name in self._frozen or name in leaving}
+        self._follows_trainable = self._follows_trainable or bool(self._frozen)
+        self._updater.follow_groups(saved["base_rates"])
+        if self._updater.sync is not None:
+            self._updater.sync.follow_trainable()
 
     def _restore_own_states(self, training: Mapping[str, Any], *, accept_changes: bool) -> None:
         """Restores the states of the trainer and the task."""

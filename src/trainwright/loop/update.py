@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,7 +29,10 @@ from trainwright.loop.state import Batch
 from trainwright.optim.device_step import (
     device_of,
     divides_gradients,
+    follow_groups,
+    has_eval_weights,
     rate_stamp,
+    requires_closure,
     set_learning_rate,
     step_unless,
     supports_found_inf,
@@ -151,11 +155,25 @@ class ScheduledOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.schedule = schedule
-        self.base_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.base_rates: list[float] = []
+        self.num_parameters = 0
+        self.requires_closure = requires_closure(optimizer)
+        if has_eval_weights(optimizer):
+            optimizer.train()  # type: ignore[attr-defined]  # without state this changes no weight
+        self.read_groups()
         self.writer: str | None = None
         """The hook that has written a rate since the schedule did."""
         self._written: list[object] | None = None
         self._read: tuple[torch.Tensor, int, float] | None = None
+
+    def read_groups(self, base_rates: Sequence[float] = ()) -> None:
+        """Reads the base rates of groups that were added; `base_rates` are those of a checkpoint."""
+        groups = self.optimizer.param_groups
+        known = [*self.base_rates, *base_rates[len(self.base_rates) :]][: len(groups)]
+        self.base_rates = [*known, *(float(group["lr"]) for group in groups[len(known) :])]
+        self.num_parameters = sum(len(group["params"]) for group in groups)
+        if isinstance(self.schedule, TorchSchedule):
+            self.schedule.check_groups(len(groups))
 
     def rate(self, step: int, max_steps: int) -> float | None:
         """Returns the first group's rate in the update that follows `step` updates; None if it depends on more."""
@@ -278,6 +296,12 @@ class Updater:
         self.after_replay: set[str] = set()
         """The optimizers that cannot be captured: in graph mode they step after each replay."""
         self._postponed: list[tuple[str, torch.Tensor | bool]] = []
+        self.repeat: Callable[[], Any] | None = None
+        """Repeats the current train_step, for optimizers that compute the loss again; the trainer sets it."""
+        self._last_loss = torch.zeros(())
+        """The loss of the last `apply`."""
+        self.is_repeating = False
+        """True while a closure repeats a step: `apply` then only computes the gradients."""
         self.skips_updates = detector is not None and detector.skips_updates
         """True if an update may be skipped: by a policy for anomalies, or because none of its labels counts."""
         self._owned: dict[tuple[str, ...], _OwnedParameters] = {}
@@ -323,12 +347,26 @@ class Updater:
             self.buffer_snapshot.take()
         self.step, self.is_judged = step + 1, False
         for name, entry in self.optimizers.items():
+            num_parameters = 0
+            for group in entry.optimizer.param_groups:
+                num_parameters += len(group["params"])
+            if num_parameters != entry.num_parameters:
+                self.follow_groups()  # user code has called add_param_group
             self.rates[name] = entry.set_rate(step, self.max_steps, epoch)
 
     def observe(self, logs: Mapping[str, float]) -> None:
         """Lets the schedules that follow a metric read the logs of an evaluation."""
         for entry in self.optimizers.values():
             entry.observe(logs)
+
+    def follow_groups(self, base_rates: Mapping[str, Sequence[float]] = MappingProxyType({})) -> None:
+        """Called after parameters or groups were added to an optimizer or removed from it."""
+        for owned in self._owned.values():
+            owned.gradient_sum.close()
+        self._owned.clear()
+        for name, entry in self.optimizers.items():
+            entry.read_groups(base_rates.get(name, ()))
+            follow_groups(entry.optimizer, device_of(entry.optimizer) or torch.device("cpu"))
 
     @property
     def torch_schedules(self) -> dict[str, TorchSchedule]:
@@ -405,11 +443,34 @@ class Updater:
         if self._capture.is_active and name in self.after_replay:
             self._postponed.append((name, skip))
             return {}
-        returned = step_unless(self.optimizers[name].optimizer, skip, grad_scale=grad_scale)
+        entry = self.optimizers[name]
+        closure = self._closure(entry.optimizer) if entry.requires_closure else None
+        returned = step_unless(entry.optimizer, skip, grad_scale=grad_scale, closure=closure)
         if not isinstance(returned, Mapping):
             return {}
         is_only = len(self.optimizers) == 1
         return dict(returned) if is_only else {f"{key}/{name}": value for key, value in returned.items()}
+
+    def _closure(self, optimizer: torch.optim.Optimizer) -> Callable[[], torch.Tensor]:
+        """Returns a function that repeats forward and backward of this step and returns the loss."""
+        repeat = self.repeat
+        if repeat is None:
+            raise ConfigError(f"{type(optimizer).__name__} computes the loss again, which works only within train().")
+        # LBFGS begins with the loss and the gradients that are there already.
+        known = [self._last_loss] if isinstance(optimizer, torch.optim.LBFGS) else []
+
+        def closure() -> torch.Tensor:
+            if known:
+                return known.pop()
+            self.is_repeating = True
+            try:
+                with torch.enable_grad():
+                    loss: torch.Tensor = repeat()[0]
+            finally:
+                self.is_repeating = False
+            return loss
+
+        return closure
 
     def take_postponed(self) -> list[tuple[str, torch.Tensor | bool]]:
         """Returns the optimizers that a captured step leaves to be stepped, each with whether to skip."""
@@ -692,6 +753,10 @@ class Update:
                 if repair is not None and updater.loss_scale is None:
                     repair()
             grad_norm, factor = self._clip(gradients, factor, owned.norm)
+            if updater.is_repeating:
+                self._scale_gradients(names, gradients, factor)
+                return StepResult(loss, {}, grad_norm, updater.rates[names[0]])
+            updater._last_loss = loss
             skip = False if self.has_plain_loss else self._is_empty()  # a plain loss counts samples
             if skip is not True:
                 judged = self._judge(loss, grad_norm)

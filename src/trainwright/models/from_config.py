@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from trainwright.config.problems import describe, suggest
 from trainwright.errors import CheckpointError, ComponentError, ConfigError, TrainwrightError
 from trainwright.models.lora import add_lora
 from trainwright.models.model import Model, preset_settings
-from trainwright.models.names import matched_parameters, names_module, unmatched
+from trainwright.models.names import as_globs, matched_parameters, names_module, unmatched
 from trainwright.models.peft_adapters import add_peft, read_peft_settings, renamed_by_peft
 from trainwright.models.pretrained import (
     CONFIG_FILE,
@@ -37,12 +37,49 @@ from trainwright.registry import resolve as registry
 from trainwright.user_code.locations import parameters_of
 
 
-def freeze(model: nn.Module, globs: Any) -> list[str]:
-    """Freezes every parameter whose name one of the globs matches; returns the names.
+class FreezeRule(NamedTuple):
+    """An entry of `model.freeze`: globs of parameter names, and when they become trainable; never without a limit."""
+
+    globs: tuple[str, ...]
+    until_step: int | None = None
+    until_epoch: int | None = None
+
+    def has_ended(self, *, step: int, epoch: int) -> bool:
+        """Returns True after `step` completed updates, before an update of `epoch`."""
+        by_step = self.until_step is not None and step >= self.until_step
+        return by_step or (self.until_epoch is not None and epoch >= self.until_epoch)
+
+
+def read_freeze(given: Any) -> list[FreezeRule]:
+    """Reads `model.freeze`: a glob, a mapping with `match` and until_step or until_epoch, or a list of either."""
+    entries = given if isinstance(given, list | tuple) else [given]
+    rules = []
+    for entry in entries:
+        if not isinstance(entry, Mapping):
+            rules.append(FreezeRule(as_globs("freeze", entry)))
+            continue
+        limits = {key: value for key, value in entry.items() if key != "match"}
+        wrong = [key for key in limits if key not in ("until_step", "until_epoch")]
+        if wrong:
+            raise ConfigError(f"freeze: {wrong[0]}: {suggest(wrong[0], ('match', 'until_step', 'until_epoch'))}")
+        if "match" not in entry or len(limits) != 1:
+            raise ConfigError(
+                'freeze: needs match and one of until_step and until_epoch, such as {match: "body.*", until_epoch: 3}; '
+                f"got {describe(entry)}."
+            )
+        for key, value in limits.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"freeze: {key} must be a whole number of at least 1; got {value!r}.")
+        rules.append(FreezeRule(as_globs("freeze", entry["match"]), **limits))
+    return rules
+
+
+def freeze(model: nn.Module, given: Any) -> list[str]:
+    """Freezes every parameter whose name a rule of `model.freeze` matches; returns the names.
 
     A glob that matches no parameter is rejected. A tied parameter is frozen by either of its names.
     """
-    names = matched_parameters("freeze", globs, model)
+    names = [name for rule in read_freeze(given) for name in matched_parameters("freeze", rule.globs, model)]
     own = dict(model.named_parameters(remove_duplicate=False))
     for name in names:
         own[name].requires_grad_(False)

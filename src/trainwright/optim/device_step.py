@@ -11,6 +11,7 @@ by hand between steps is overwritten by its master in the next step.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar
 
@@ -310,6 +311,19 @@ def prepare_for_capture(optimizer: torch.optim.Optimizer, device: torch.device) 
     return True
 
 
+def follow_groups(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Prepares groups that were added to an optimizer after `prepare_for_capture`; others are not changed."""
+    told: Any = optimizer
+    rates = getattr(optimizer, "captured_rates", None)
+    if rates is None:
+        return
+    for group in optimizer.param_groups[len(rates) :]:
+        rates.append(torch.tensor(float(group["lr"]), dtype=rates[0].dtype, device=device))
+        told.was_capturable.append(group.get("capturable"))
+    del rates[len(optimizer.param_groups) :], told.was_capturable[len(optimizer.param_groups) :]
+    _settle(optimizer, device)
+
+
 def can_be_captured(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Does the step read its rate on the device and nothing else on the host?
 
@@ -399,12 +413,55 @@ def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return bool(own) and supports_found_inf(optimizer) and not has_step_hooks(optimizer)
 
 
-def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor | bool, *, grad_scale: Tensor | None = None) -> Any:
+def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True for an optimizer whose step computes the loss again, as LBFGS does.
+
+    Its `step` has a parameter `closure` without a default, or its class says so with `needs_closure`.
+    """
+    if hasattr(optimizer, "needs_closure"):
+        return bool(optimizer.needs_closure)
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is parameter.empty
+
+
+def has_eval_weights(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True for an optimizer with `train` and `eval`, which trains other weights than it evaluates with.
+
+    Those of the package schedulefree do.
+    """
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+@torch.no_grad()
+def eval_weights(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
+    """Returns the parameters of an optimizer with `eval`, each with a copy of its weights in evaluations.
+
+    The parameters keep every bit: `train` after `eval` would round them.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [parameter.detach().clone() for parameter in parameters]
+    optimizer.eval()
+    found = [parameter.detach().clone() for parameter in parameters]
+    optimizer.train()
+    for parameter, value in zip(parameters, trained, strict=True):
+        local(parameter).copy_(local(value))
+    return list(zip(parameters, found, strict=True))
+
+
+def step_unless(
+    optimizer: torch.optim.Optimizer,
+    skip: Tensor | bool,
+    *,
+    grad_scale: Tensor | None = None,
+    closure: Callable[[], Any] | None = None,
+) -> Any:
     """Steps the optimizer, or leaves weights and state unchanged where `skip`; returns what its step returned.
 
     `skip` is a 0-dim bool on the device, or a plain bool if the host knows it. `grad_scale` is what the gradients are
-    still to be divided by (see `divides_gradients`).
+    still to be divided by (see `divides_gradients`). `closure` is for optimizers that require one.
     """
+    if closure is not None:
+        return None if bool(skip) else optimizer.step(closure)
     amp: Any = optimizer  # torch's protocol: `grad_scale` and `found_inf` are attributes
     if grad_scale is not None:
         amp.grad_scale = grad_scale

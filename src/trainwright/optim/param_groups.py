@@ -338,9 +338,28 @@ def make_optimizer(
     if is_fused and has_shards(optimizer.param_groups):
         problem = f"torch's fused {kind} cannot step sharded parameters. Remove it, or use adamw."
         _reject(f"{label}.fused", problem, origin)
+    is_quantized = type(optimizer).__module__.startswith("torchao.")
+    if is_quantized and has_shards(optimizer.param_groups):
+        problem = f"{kind} has quantized state, which cannot be saved in shards. Use runtime.mesh.replicate, or adamw."
+        _reject(label, problem, origin)
     for group in optimizer.param_groups:
         _apply_marks(group, optimizer, label=label, origin=origin)
     return optimizer
+
+
+def reject_other_than_matrices(owned: Mapping[str, Tensor], *, label: str, where: object | None) -> None:
+    """Rejects parameters that torch's Muon does not support, with what to do: it steps matrices only."""
+    others = [name for name, parameter in owned.items() if parameter.ndim != 2]
+    if others:
+        more = f" and {len(others) - MOST_SHOWN} more" if len(others) > MOST_SHOWN else ""
+        raise ConfigError(
+            f"{label}: torch's Muon steps matrices only, but these have other dims: {', '.join(others[:MOST_SHOWN])}"
+            f"{more}. Give it the matrices of the hidden layers, and the rest to another optimizer: "
+            'trainer.optimizers: {muon: {optimizer: {type: "torch.optim:Muon", lr: 1e-3}, match: "*layers*.weight"}, '
+            'rest: {optimizer: {type: adamw, lr: 1e-3}, match: ["*.bias", "embed*"]}}. Or use type: muon, which does '
+            "this itself.",
+            where=where,
+        )
 
 
 def describe_unowned(model: nn.Module, owned: Mapping[str, Tensor]) -> dict[str, str]:

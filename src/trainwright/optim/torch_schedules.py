@@ -133,6 +133,17 @@ class TorchSchedule:
         if self.metric is not None:
             check(self.metric, label=f"{self._label}.metric", where=self._where)
 
+    def check_groups(self, num_groups: int) -> None:
+        """Raises if the optimizer has got groups that the scheduler does not know."""
+        known = getattr(self.scheduler, "base_lrs", None)
+        if isinstance(known, list) and len(known) < num_groups:
+            raise ConfigError(
+                f"{self._label}: {self.name} was built for {len(known)} parameter groups, but the optimizer has "
+                f"{num_groups} now: a parameter with other settings has become trainable. Use a built-in schedule, "
+                "such as cosine.",
+                where=self._where,
+            )
+
     def check_length(self, max_steps: int) -> None:
         """Raises if the scheduler ends before the run does: torch's OneCycleLR cannot be stepped any further."""
         total = getattr(self.scheduler, "total_steps", None)
@@ -182,7 +193,8 @@ class TorchSchedule:
             for number, tensor in tensors.items():
                 value, groups[number]["lr"] = float(groups[number]["lr"]), tensor
                 tensor.fill_(value)
-                self._known[number] = (version_of(tensor), value)
+                rounded = float(torch.tensor(value, dtype=tensor.dtype))  # what a resumed run reads from the tensor
+                self._known[number] = (version_of(tensor), rounded)
 
     def _reject(self, key: str, problem: str) -> None:
         raise ConfigError(f"{self._label}.{key}: {problem}", where=self._where)

@@ -93,6 +93,21 @@ class GradientSync:
             elif len(self._groups) > 1:
                 module.set_requires_all_reduce(is_last, recurse=False)
 
+    def follow_trainable(self) -> None:
+        """Lets parameters that were frozen or unfrozen since have no gradient, or one: FSDP2 copies the flag once."""
+        for module in self._modules:
+            for group in _groups_of(module):
+                changed = [
+                    one
+                    for one in group.fsdp_params
+                    if hasattr(one, "_unsharded_param")
+                    and one._unsharded_param.requires_grad != one.sharded_param.requires_grad
+                ]
+                for one in changed:
+                    one._unsharded_param.requires_grad_(one.sharded_param.requires_grad)
+                if changed:
+                    group._init_mp_dtypes()  # of the trainable parameters
+
     @torch.no_grad()
     def add_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Adds a gradient, averaged over ranks, that a parameter gets outside of the model; collective.

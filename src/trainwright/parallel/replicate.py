@@ -223,6 +223,12 @@ class GradientSum:
         accumulated once. Ranks may differ: the order of the reductions is the same."""
         self._pending: list[tuple[torch.Tensor, Any]] = []
 
+    def close(self) -> None:
+        """Removes the hooks on the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
     def begin_last_backward(self) -> None:
         """Lets the reductions of this update start during its last backward, bucket by bucket.
 
