@@ -1,19 +1,24 @@
 """examples/ports: each port and the loop that it replaces have the same losses on the same batches and weights."""
 
 import copy
-import importlib
+import importlib.util
 import json
+import os
+import runpy
 import shutil
+import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from tests.vision import declare_operators
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from trainwright import Hook, RunConfig, build_trainer
+from trainwright.analysis.check import check_run
 
 PORTS = Path(__file__).parents[1] / "examples" / "ports"
 STEPS = "trainer.max_steps=120"
@@ -70,9 +75,9 @@ def of(name):
     return pytest.mark.parametrize("port", [name], indirect=True)
 
 
-def run(*overrides):
+def run(*overrides, writers=("writers=[json]",)):
     """Trains a port as its run.yaml says; returns the log lines and what was recorded."""
-    settings = ["log.every_steps=1", "writers=[json]", "runtime.device=cpu", *overrides]
+    settings = ["log.every_steps=1", "runtime.device=cpu", *writers, *overrides]
     trainer, recorder = build_trainer(RunConfig.load("run.yaml", settings)), Recorder()
     recorder.record(trainer)
     trainer.train()
@@ -124,13 +129,37 @@ def test_dcgan(port):
 @of("word_language_model")
 def test_word_language_model(port, double_precision):
     """Over epochs, with the hidden state of training carried across evaluations and dropped between epochs."""
-    settings = ("data.train.max_chunks=20", "trainer.max_epochs=6", "trainer.optimizer.lr=40")
-    lines, recorder = run(*settings)
+    lines, recorder = run(
+        "model.width=32", "data.train.max_chunks=20", "trainer.max_epochs=6", "trainer.optimizer.lr=40"
+    )
     words = importlib.import_module("words")
     valid_batches = DataLoader(words.Words(["shlex.py"], num_columns=10, length=35), batch_size=10)
     expected = list(original().train(recorder.model, by_epochs(recorder.batches(), 6, 20), valid_batches, lr=40))
     assert len({lr for _, lr in expected}) > 1  # the rate was reduced
     compare(lines, expected, "loss", "lr", rtol=1e-8)
+
+
+@of("timm_imagefolder")
+def test_timm_imagefolder(port):
+    """In a process of its own: no other test sees timm and torchvision, which are in a folder of their own."""
+    packages = Path(sys.prefix) / "integrations"
+    if importlib.util.find_spec("timm") is None and not (packages / "timm").is_dir():
+        pytest.skip("timm is not installed")
+    paths = [str(packages), *sys.path]
+    code = "from tests.test_ports import compare_timm_imagefolder as compare; compare()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def compare_timm_imagefolder():
+    declare_operators()
+    runpy.run_path("make_images.py", run_name="__main__")
+    assert not [each for each in check_run("run.yaml").findings if each.severity == "error"]
+    lines, recorder = run("trainer.max_steps=100", "trainer.global_batch_size=8")
+    counts = torch.cat([batch["labels"] for _, batch in recorder.steps]).bincount()
+    assert counts.max() < 2 * counts.min()  # of the images, ten times as many are 0 as 9
+    compare(lines, original().train(recorder.model, pairs(recorder), num_steps=100), "loss", "lr")
 
 
 @of("kfold")
@@ -160,6 +189,22 @@ def test_contrastive(port):
     compare(lines, original().train(recorder.model, recorder.batches(), num_steps=120), "loss", "lr")
 
 
+@of("every_extra")
+def test_every_extra(port, monkeypatch):
+    for name in ("transformers", "datasets", "peft", "schedulefree", "torchmetrics", "wandb", "mlflow", "trackio"):
+        pytest.importorskip(name)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{port}/mlruns")
+    runpy.run_path("prepare.py", run_name="__main__")
+    lines, recorder = run("trainer.max_steps=100", writers=())
+    _, valid_batches = original().load_data()
+    compare(lines, original().train(recorder.model, recorder.batches(), valid_batches), "loss")
+    written = {path.name for path in (port / "runs" / "every-extra").iterdir()}
+    assert {"metrics.csv", "tensorboard", "wandb"} <= written
+    assert (Path(os.environ["TRACKIO_DIR"]) / "ports.db").is_file()
+    assert list(port.glob("mlruns/*/*/metrics/loss"))
+
+
 @of("distillation")
 def test_distillation(port):
     distill, recorder = importlib.import_module("distill"), Recorder()
@@ -168,3 +213,48 @@ def test_distillation(port):
     trainer = distill.train_student(teacher, distill.classifier(8), hooks=[recorder], overrides=settings)
     expected = original().train(recorder.model, recorder.batches(), teacher)
     compare(lines_of(trainer), expected, "loss")
+
+
+@pytest.mark.parametrize("port", ["contrastive", "dcgan", "reinforce", "word_language_model"], indirect=True)
+def test_an_interrupted_port_continues_with_the_same_losses(port):
+    settings = ["trainer.max_steps=8", "log.every_steps=1", "writers=[json]", "runtime.device=cpu"]
+    losses = {}
+    for name, parts in (("whole", [None]), ("interrupted", [3, None])):
+        for interrupted_at in parts:
+            trainer = build_trainer(RunConfig.load("run.yaml", [*settings, f"name={name}"]))
+            interrupt_at(trainer, interrupted_at)
+            trainer.train()
+            assert trainer.step == (interrupted_at or 8)
+        losses[name] = [line["loss"] for line in lines_of(trainer)]
+    assert len(losses["whole"]) == 8
+    assert losses["whole"] == losses["interrupted"]
+
+
+def interrupt_at(trainer, step):
+    """Interrupts a run at the end of a step, as a signal would."""
+    fetch = trainer.next_train_inputs
+
+    def fetching(iterator):
+        if trainer.step + 1 == step:
+            trainer.interrupt("a test")
+        return fetch(iterator)
+
+    trainer.next_train_inputs = fetching
+
+
+CHECKED = ["contrastive", "dcgan", "kfold", "mnist", "reinforce", "vae", "word_language_model"]
+
+
+@pytest.mark.parametrize("port", CHECKED, indirect=True)
+def test_check_finds_no_error(port):
+    assert not [str(each) for each in check_run("run.yaml").findings if each.severity == "error"]
+
+
+def test_a_port_is_short_and_in_the_table():
+    table = (PORTS / "README.md").read_text("utf-8")
+    folders = [each for each in PORTS.iterdir() if each.is_dir() and any(each.glob("*.py"))]
+    assert len(folders) == 10
+    for folder in folders:
+        files = [path for suffix in ("*.py", "*.yaml") for path in folder.glob(suffix) if path.name != "original.py"]
+        assert sum(bool(line.strip()) for path in files for line in path.read_text("utf-8").splitlines()) < 100
+        assert f"| [{folder.name}]({folder.name}) |" in table

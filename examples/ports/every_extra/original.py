@@ -34,14 +34,18 @@ def evaluate(model, batches):
     return metric.compute().item()
 
 
+def load_data():
+    data = load_dataset("parquet", data_files={"train": "train.parquet", "valid": "valid.parquet"})
+    collate = transformers.DataCollatorWithPadding(transformers.AutoTokenizer.from_pretrained("base"))
+    batches = DataLoader(data["train"], batch_size=16, shuffle=True, collate_fn=collate)
+    return batches, DataLoader(data["valid"], batch_size=16, collate_fn=collate)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     base = transformers.AutoModelForSequenceClassification.from_pretrained("base", num_labels=2)
     adapters = peft.LoraConfig(r=4, target_modules=["query", "value"], task_type="SEQ_CLS")
     model = peft.get_peft_model(base, adapters)
-    data = load_dataset("parquet", data_files={"train": "train.parquet", "valid": "valid.parquet"})
-    collate = transformers.DataCollatorWithPadding(transformers.AutoTokenizer.from_pretrained("base"))
-    batches = DataLoader(data["train"], batch_size=16, shuffle=True, collate_fn=collate)
-    valid_batches = DataLoader(data["valid"], batch_size=16, collate_fn=collate)
+    batches, valid_batches = load_data()
     losses = list(train(model, (batch for _ in range(3) for batch in batches), valid_batches))
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f}")
