@@ -1,19 +1,18 @@
 """examples/ports: each port and the loop that it replaces have the same losses on the same batches and weights."""
 
 import copy
-import importlib.util
+import importlib
 import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from tests.vision import declare_operators
+from tests.vision import import_timm
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
@@ -141,21 +140,9 @@ def test_word_language_model(port, double_precision):
 
 @of("timm_imagefolder")
 def test_timm_imagefolder(port):
-    """In a process of its own: no other test sees timm and torchvision, which are in a folder of their own."""
-    packages = Path(sys.prefix) / "integrations"
-    if importlib.util.find_spec("timm") is None and not (packages / "timm").is_dir():
-        pytest.skip("timm is not installed")
-    paths = [str(packages), *sys.path]
-    code = "from tests.test_ports import compare_timm_imagefolder as compare; compare()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def compare_timm_imagefolder():
-    declare_operators()
+    import_timm()  # tests/test_integrations.py runs this test with it
     runpy.run_path("make_images.py", run_name="__main__")
-    assert not [each for each in check_run("run.yaml").findings if each.severity == "error"]
+    assert not [str(each) for each in check_run("run.yaml").findings if each.severity == "error"]
     lines, recorder = run("trainer.max_steps=100", "trainer.global_batch_size=8")
     counts = torch.cat([batch["labels"] for _, batch in recorder.steps]).bincount()
     assert counts.max() < 2 * counts.min()  # of the images, ten times as many are 0 as 9
@@ -199,6 +186,8 @@ def test_every_extra(port, monkeypatch):
     lines, recorder = run("trainer.max_steps=100", writers=())
     _, valid_batches = original().load_data()
     compare(lines, original().train(recorder.model, recorder.batches(), valid_batches), "loss")
+    auroc = original().evaluate(recorder.model, valid_batches)  # with the averaged weights of the optimizer
+    assert lines[-1]["valid/auroc"] == pytest.approx(auroc, abs=1e-4)
     written = {path.name for path in (port / "runs" / "every-extra").iterdir()}
     assert {"metrics.csv", "tensorboard", "wandb"} <= written
     assert (Path(os.environ["TRACKIO_DIR"]) / "ports.db").is_file()
