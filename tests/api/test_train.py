@@ -15,7 +15,14 @@ from tests.forked_program import run_script
 from tests.messages import mentions, raises
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import BatchSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from trainwright import Component, Every, Hook, RunConfig, Trainer, build_trainer, train
 from trainwright.errors import CheckpointError, ConfigError, DataError, TrainwrightError
@@ -329,6 +336,41 @@ class Watch(Hook):
         with raises(CheckpointError, f"{argument}: ", golden=False):
             short(**parts(**edit))
     assert short(**{**parts(), "hooks": []}).step == 3  # a hook may be removed
+
+
+def fold(kind, rows):
+    """The rows of one fold, in one of the forms that programs use."""
+    x, labels = torch.arange(48.0).view(12, 4)[rows], torch.arange(12)[rows] % 3
+    samples = [{"x": each, "labels": label} for each, label in zip(x, labels, strict=True)]
+    if kind == "list":
+        return samples
+    if kind == "concatenated":
+        return ConcatDataset([samples[:4], samples[4:]])
+    if kind == "tensors":
+        return TensorDataset(x, labels)
+    if kind == "arrays":
+        return list(zip(x.numpy(), labels.numpy(), strict=True))
+    if kind == "selected":
+        whole = pytest.importorskip("datasets").Dataset.from_dict({"x": [[0.0] * 4] * 12, "labels": [0] * 12})
+        return whole.select(rows).with_format("torch")
+    return Subset(Points(), rows)
+
+
+def with_pairs(model, batch):
+    x, labels = batch.values() if isinstance(batch, dict) else batch
+    return cross_entropy(model(x), labels)
+
+
+@pytest.mark.parametrize("kind", ["list", "concatenated", "tensors", "arrays", "selected", "subset"])
+def test_another_fold_under_the_same_name_raises_instead_of_returning_the_first(kind):
+    folds = [[row for row in range(12) if row % 3 != number] for number in range(3)]
+    arguments = {"forward": with_pairs, "overrides": ["writers=[json]"]}
+    short(data=fold(kind, folds[1]), **arguments)
+    assert short(data=fold(kind, folds[1]), **arguments).step == 3  # the same rows
+    with raises(CheckpointError, "data: ", "other rows", golden=False):
+        short(data=fold(kind, folds[2]), **arguments)
+    assert short(data=fold(kind, folds[2]), name="another", **arguments).step == 3
+    assert short(data=fold(kind, folds[2]), accept_changes=True, max_steps=4, **arguments).step == 4
 
 
 def test_an_edited_function_of_a_hook_raises():

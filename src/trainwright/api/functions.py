@@ -160,7 +160,7 @@ def train(
                 "type": TRAINER,
                 **_given_only(optional),
                 "global_batch_size": given("batch_size", batch_size),
-                CODE: fingerprints(model, {"forward": forward, "collator": collator}, optimizer, hooks, objects),
+                CODE: fingerprints(model, data, {"forward": forward, "collator": collator}, optimizer, hooks, objects),
             },
             "runtime": _given_only(chosen),
             "evaluation": {"metrics": given("metrics", metric_components)} if metric_components else {},

@@ -2,7 +2,8 @@
 
 An argument is a component (a name, a mapping with `type`, a `Component`, a class, or a `functools.partial` of a class)
 or an object. Components become settings, which the run's config.yaml records. Of objects and functions, which exist in
-the program only, it records a fingerprint: a run whose code was edited does not resume unnoticed.
+the program only, it records a fingerprint: a run whose code was edited, or whose data in memory has other rows, does
+not resume unnoticed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from trainwright.config import Node, Origin
 from trainwright.config.component import type_of
@@ -49,6 +52,8 @@ _ARGUMENTS = {
     "runtime.precision": "precision",
 }
 """The settings that are arguments of `train`."""
+_MAX_ROWS, _MAX_ELEMENTS = 256, 1 << 20
+"""How much of the rows of a dataset in memory is hashed."""
 _FLAGS = {"--accept-changes": "accept_changes=True", "--fresh": "fresh=True"}
 
 
@@ -149,12 +154,13 @@ def precision_name(precision: str | torch.dtype) -> str:
 
 def fingerprints(
     model: torch.nn.Module,
+    data: Any,
     functions: Mapping[str, Any],
     optimizer: Any,
     hooks: Sequence[Any],
     objects: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns a text for each argument that is not a setting: its name and a hash of its code.
+    """Returns a text for each argument that is not a setting: its name and a hash of its code, or of its rows.
 
     `functions` are forward and collator, None if not given; `objects` are others of which the class counts.
     """
@@ -166,6 +172,9 @@ def fingerprints(
     shown = hashlib.sha256(_ADDRESS.sub("", repr(model)).encode()).hexdigest()[:6]
     at = location_of(type(model)) if is_users(type(model)) else None
     found["model"] = given("model", f"{type(model).__name__} {fingerprint(*kinds)}{shown}", at=at)
+    rows = _hash_rows(data)
+    if rows is not None:
+        found["data"] = given("data", f"{type(data).__name__} {rows}")
     if isinstance(optimizer, torch.optim.Optimizer):
         settings = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool | int | float)}
         arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
@@ -180,6 +189,66 @@ def fingerprints(
         for name, code in _code_of_hook(hook)
     }
     return {**found, **({"hooks": of_hooks} if of_hooks else {})}
+
+
+def _hash_rows(data: Any) -> str | None:
+    """Returns a hash of the rows of a dataset in memory, such as one fold of several; None for other datasets.
+
+    Without it a loop over folds that gives each run the same name would train only the first of them.
+    """
+    digest = hashlib.sha256()
+    return digest.hexdigest()[:12] if _add_rows(digest, data) else None
+
+
+def _add_rows(digest: Any, data: Any) -> bool:
+    """Adds the rows of a dataset, or their indices, to a hash; returns False if it has neither in memory."""
+    if isinstance(data, Subset):
+        _add_value(digest, list(data.indices))
+        _add_rows(digest, data.dataset)
+        return True
+    if isinstance(data, ConcatDataset):
+        has_rows = [_add_rows(digest, each) for each in data.datasets]
+        return any(has_rows)
+    indices = getattr(data, "_indices", None)  # of a dataset of Hugging Face after select, shuffle or a split
+    if type(data).__module__.startswith("datasets.") and indices is not None:
+        _add_value(digest, indices.column(0).to_numpy())
+        return True
+    rows = data.tensors if isinstance(data, TensorDataset) else data
+    if not isinstance(rows, list | tuple | torch.Tensor | np.ndarray):
+        return False
+    _add_value(digest, rows)
+    return True
+
+
+def _add_value(digest: Any, value: Any) -> None:
+    """Adds a value to a hash; of a long list or tensor, elements at regular distances."""
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            return
+        flat = value.detach().reshape(-1)
+        flat = flat[:: max(1, flat.numel() // _MAX_ELEMENTS)].cpu().contiguous()
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        flat_array = value.reshape(-1)
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        digest.update(flat_array[:: max(1, flat_array.size // _MAX_ELEMENTS)].tobytes())
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            digest.update(str(name).encode())
+            _add_value(digest, each)
+    elif isinstance(value, list | tuple):
+        digest.update(f"{len(value)}".encode())
+        if all(isinstance(each, int) for each in value):
+            _add_value(digest, np.asarray(value))
+            return
+        for each in value[:: max(1, len(value) // _MAX_ROWS)]:
+            _add_value(digest, each)
+    elif isinstance(value, str | bytes | bool | int | float | None):
+        digest.update(repr(value).encode())
+    else:
+        digest.update(type(value).__name__.encode())  # an image, a path: only their number counts
 
 
 def _code_of_hook(hook: Any) -> Iterator[tuple[str, Any]]:

@@ -33,6 +33,8 @@ FREE_SETTINGS = (
 
 _CODE = "trainer.code."
 """The settings that have fingerprints of code: see api/train_arguments.py."""
+_ROWS = f"{_CODE}data"
+"""The fingerprint of the rows of a dataset in memory."""
 
 
 def changed_settings(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -61,19 +63,20 @@ def reject_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
         where = config.origin(name)
         change = f"{then!r} → {now!r}"
         if name.startswith(_CODE):
-            change = _describe_edit(then, now)
+            change = _describe_edit(then, now, edit="has other rows" if name == _ROWS else "has been edited")
         lines.append(f"  {'' if where is None else f'{where}: '}{name}: {change}")
     kind = "code" if all(name.startswith(_CODE) for name in changes) else "settings"
+    kind = "data" if list(changes) == [_ROWS] else kind
     raise CheckpointError(
         f"{folder} was trained with other {kind}:\n" + "\n".join(lines) + "\n"
         "Set them back, choose another name, keep the new ones with --accept-changes, or start over with --fresh."
     )
 
 
-def _describe_edit(then: str | None, now: str | None) -> str:
+def _describe_edit(then: str | None, now: str | None, *, edit: str) -> str:
     """Describes the change between two fingerprints, a name and a hash each; None: there is no such code."""
     before, after = ((each or "").rpartition(" ")[0] or "none" for each in (then, now))
-    return f"{after} has been edited." if before == after else f"was {before}, is {after}."
+    return f"{after} {edit}." if before == after else f"was {before}, is {after}."
 
 
 def reject_unknown_origin(checkpoint: object, folder: object) -> None:
