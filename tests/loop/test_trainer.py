@@ -10,7 +10,7 @@ import torch
 from tests.messages import raises
 from torch import nn
 
-from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
+from trainwright import CallbackHook, Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
 from trainwright.anomaly import detection as anomalies
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError, DataError, OutOfMemory, TrainwrightError
@@ -50,6 +50,65 @@ def test_a_hook_that_is_appended_to_a_built_trainer_is_an_error_instead_of_never
     trainer = build_trainer(load(tmp_path))
     with pytest.raises(AttributeError):
         trainer.hooks.append(Hook())
+
+
+class Modes(Trainer):
+    """Notes the modes of the model and of its frozen layer in each forward of training."""
+
+    @classmethod
+    def build_model(cls, build):
+        return cls.prepare(build.model())
+
+    @staticmethod
+    def prepare(model):
+        return model
+
+    def post_init(self):
+        self.seen = []
+
+    def train_step(self, batch):
+        self.seen.append((self.model.training, next(self.model.children()).training))
+        return super().train_step(batch)
+
+
+def test_a_model_that_comes_in_eval_mode_is_trained_in_train_mode(tmp_path):
+    class Pretrained(Modes):
+        prepare = staticmethod(lambda model: model.eval())
+
+    trainer = build_trainer(load(tmp_path, "trainer.max_steps=2"), Pretrained)
+    trainer.train()
+    assert trainer.seen == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("event", ["before_step", "after_step", "after_eval"])
+def test_a_hook_that_leaves_the_model_in_eval_mode_is_undone_with_a_warning(tmp_path, event, caplog):
+    class Frozen(Modes):
+        @staticmethod
+        def prepare(model):
+            next(model.children()).eval()
+            return model
+
+        @classmethod
+        def build_hooks(cls, build):
+            return [*build.hooks(), CallbackHook(**{event: lambda trainer, *_: trainer.model.eval()})]
+
+    trainer = build_trainer(load(tmp_path, "trainer.max_steps=4", "evaluation.every_steps=1"), Frozen)
+    trainer.train()
+    assert trainer.seen == [(True, False)] * 4
+    assert caplog.text.count("in eval mode") == 1
+
+
+def test_a_model_whose_train_method_keeps_it_in_eval_mode_stays_so(tmp_path):
+    class Kept(Modes):
+        @staticmethod
+        def prepare(model):
+            kind = type(model)
+            model.__class__ = type(kind.__name__, (kind,), {"train": lambda self, mode=True: kind.train(self, False)})
+            return model.train()
+
+    trainer = build_trainer(load(tmp_path, "trainer.max_steps=2"), Kept)
+    trainer.train()
+    assert trainer.seen == [(False, False)] * 2
 
 
 def test_two_updates_that_are_open_at_once_weigh_their_losses_by_the_samples_of_each_micro_batch(tmp_path):

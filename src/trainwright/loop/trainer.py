@@ -287,7 +287,7 @@ class Trainer:
         self._updates: list[Update] = []
         """The updates that this step has begun."""
         self._is_training = False
-        self._has_warned_of_loss = self._has_warned_of_optimizers = False
+        self._has_warned_of_loss = self._has_warned_of_optimizers = self._has_warned_of_mode = False
         self._unstored_media: set[str] = set()
         """What the log has warned of: no writer stores it."""
         self._next_due = 0
@@ -790,6 +790,7 @@ class Trainer:
         # Of ranks that share samples one counts them; of the loss of all ranks each stores its share.
         is_loss_rank, share = self.ranks.mesh.is_loss_rank, 1.0 / self.ranks.size
         with self._running(), TrainIterator(data, self.backend) as iterator:
+            trained_modules = self._enter_train_mode()
             self.train_loop_begin()
             if state.has_unfinished_step or self._stop_signal.decided == StopRequest.STOP:
                 self._end_step()
@@ -804,6 +805,8 @@ class Trainer:
                 with self.gather_mixed:
                     for call in self._hook_calls.before_step:
                         call()
+                if trained_modules and not self.model.training:
+                    self._restore_train_mode(trained_modules)
                 if self._follows_trainable and self._follow_trainable() and graph is not None:
                     graph.reset()
                 self.heartbeat.enter("data", state.step + 1)
@@ -1020,6 +1023,30 @@ class Trainer:
         self._has_loaded_weights = True
 
     # Around the loop.
+
+    def _enter_train_mode(self) -> list[torch.nn.Module]:
+        """Sets a model in eval mode to train mode, and returns the modules that are in train mode.
+
+        `from_pretrained` of transformers returns models in eval mode, without dropout. Modules in eval mode within a
+        model in train mode stay so, such as frozen normalization layers.
+        """
+        if not self.model.training:
+            self.model.train()
+            if self.model.training and self.ranks.is_first:
+                logger.info("The model was in eval mode; it is trained in train mode.")
+        return [module for module in self.model.modules() if module.training] if self.model.training else []
+
+    def _restore_train_mode(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Undoes a `model.eval()` that a hook or a step has left behind, and warns of the first."""
+        for module in modules:
+            module.training = True
+        if not self._has_warned_of_mode and self.ranks.is_first:
+            logger.warning(
+                "Step %d begins with the model in eval mode, because a hook or a step has called model.eval(). It is "
+                "set to train mode; call model.train() afterwards.",
+                self._state.step + 1,
+            )
+        self._has_warned_of_mode = True
 
     @contextmanager
     def _running(self) -> Iterator[None]:
