@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def _package_log_as_before():
     package.setLevel(level)
 
 
+@contextmanager
+def without_root_handlers():
+    """Hides pytest's handlers, which would count as the program's own configuration of logging."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+
+
 class Reader:
     """Somebody who does what a page says, in a folder of their own."""
 
@@ -57,6 +69,10 @@ class Reader:
         self.typed = []
 
     def read(self, blocks):
+        with without_root_handlers():
+            self._read(blocks)
+
+    def _read(self, blocks):
         for language, text in blocks:
             if language == "text":
                 self.compare(text)

@@ -470,7 +470,7 @@ def test_unknown_metrics_are_errors_at_their_settings(check):
     assert errors_of(report) == [
         (
             "override hooks=[{type: early_stopping, metric: valid/acc}]",
-            "early_stopping.metric: an evaluation has no 'valid/acc'.",
+            "early_stopping.metric: no evaluation gives 'valid/acc'.",
         ),
         (
             "override checkpoint.keep_best={metric: valid/los}",

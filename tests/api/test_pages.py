@@ -141,6 +141,13 @@ CHECKS = {
     "the loss": lambda shown, plain: losses("loss")[0] != plain.losses[0],
     "the step": lambda shown, plain: is_another_update("step", plain),
     "several updates in one step": lambda shown, plain: {"lr/body", "lr/head"} <= lines("alternating")[0].keys(),
+    "several losses in one step": lambda shown, plain: losses("penalised")[0] > plain.losses[0],
+    "the rate, from a hook": lambda shown, plain: (
+        [line["lr"] for line in lines("halved") if "lr" in line][-1] == lines("halved")[0]["lr"] / 2
+    ),
+    "optimizers with special needs": lambda shown, plain: (
+        losses("lbfgs")[-1] < losses("lbfgs")[0] and {"lr/muon", "lr/rest"} <= lines("matrices")[0].keys()
+    ),
     "what goes into a step": lambda shown, plain: losses("inputs")[0] != plain.losses[0],
     "batches without a dataset": lambda shown, plain: (
         len(losses("made")) == 6 and losses("made")[0] != plain.losses[0] and "made by next_train_inputs" in shown

@@ -127,6 +127,8 @@ def parts_of(model, optimizer, averages):
         anomalies=Nothing(),
         generators=[],
         step=2,
+        begun_epoch=0,
+        data_start=0,
         has_unfinished_step=False,
         max_steps_at_end=0,
         unclaimed_hook_state={},

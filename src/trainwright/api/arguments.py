@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -188,6 +189,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
 }
 """Flags of SwissArmyTransformer that would have no effect, and why."""
 
+_GROUP = "the flags of a run"
+"""The description of the group of flags that `add_training_args` adds."""
 LOCAL_RANK = "--local_rank"
 """A flag that some launchers add. torchrun sets the environment variable LOCAL_RANK instead."""
 
@@ -235,14 +238,15 @@ def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     if not isinstance(parser, argparse.ArgumentParser):
         problem = f"add_training_args needs an argparse.ArgumentParser, got {parser!r}."
         raise ConfigError(problem, where=caller())
-    taken = [flag for flag in (*_FLAGS, LOCAL_RANK) if flag in parser._option_string_actions]
+    own = _flags_in_help(parser)
+    taken = [flag for flag in (*_FLAGS, LOCAL_RANK) if flag in own]
     if taken:
         raise ConfigError(
             f"{taken[0]}: your parser already has this flag, which add_training_args adds. Remove yours, or give it "
             f"another name; parser.set_defaults({attribute_of(taken[0])}=…) changes the default.",
             where=caller(),
         )
-    group = parser.add_argument_group("training", "the flags of a run")
+    group = parser.add_argument_group("training", _GROUP)
     for flag, settings in _FLAGS.items():
         group.add_argument(flag, **settings)
     group.add_argument(LOCAL_RANK, "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -250,9 +254,12 @@ def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def _has_training_args(parser: argparse.ArgumentParser) -> bool:
-    return any(
-        group.title == "training" and group.description == "the flags of a run" for group in parser._action_groups
-    )
+    return _GROUP in parser.format_help()
+
+
+def _flags_in_help(parser: argparse.ArgumentParser) -> list[str]:
+    """Returns the flags of a parser: argparse has no public list of them. Those with a suppressed help are missing."""
+    return re.findall(r"(?<![\w-])--[A-Za-z][\w-]*", parser.format_usage())
 
 
 def _reject_unknown(flag: str, parser: argparse.ArgumentParser) -> NoReturn:
@@ -261,7 +268,7 @@ def _reject_unknown(flag: str, parser: argparse.ArgumentParser) -> NoReturn:
     reason = {**OWN_FLAGS, **UNSUPPORTED_FLAGS}.get(flag)
     if reason is not None:
         raise ConfigError(f"{flag}: {reason}", where=caller())
-    known = [each for each in parser._option_string_actions if each.startswith("--") and each != LOCAL_RANK]
+    known = _flags_in_help(parser)
     raise ConfigError(
         f"{flag}: there is no such flag. {suggest(flag, known)} Add your own flags to a parser, and pass it: "
         "get_args(parser=parser).",

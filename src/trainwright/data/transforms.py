@@ -25,7 +25,8 @@ def timm_transform(model_name: str, *, is_training: bool = False, **options: Any
         from timm.models import get_pretrained_cfg
     except ImportError as error:
         raise ConfigError(
-            f"A transform of type timm needs timm, which cannot be imported ({error}). Install it: pip install timm."
+            f"A transform of type timm needs timm, which cannot be imported ({error}). Install it: pip "
+            "install 'trainwright[timm]'"
         ) from error
     known = inspect.signature(timm.data.create_transform).parameters
     for name in options:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -654,6 +655,8 @@ class Trainer:
         updater.follow_groups()
         if updater.sync is not None:
             updater.sync.follow_trainable()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # torch 2.11 would use the graphs in which they have no gradient
         if self.ranks.is_first:
             shown = ", ".join([*added][:4]) + (f" and {len(added) - 4} more" if len(added) > 4 else "")
             names = ", ".join(dict.fromkeys(owners.values()))
