@@ -338,6 +338,25 @@ class Watch(Hook):
     assert short(**{**parts(), "hooks": []}).step == 3  # a hook may be removed
 
 
+def test_another_number_of_the_enclosing_function_raises_but_not_a_counter():
+    def scaled(factor):
+        num_calls = 0
+
+        def forward(model, batch):
+            nonlocal num_calls
+            num_calls += 1
+            return factor * cross_entropy(model(batch["x"]), batch["labels"])
+
+        return forward
+
+    first = scaled(1.0)
+    short(forward=first)
+    assert short(forward=first, max_steps=4).step == 4
+    assert short(forward=scaled(1.0), max_steps=5).step == 5
+    with raises(CheckpointError, "forward: ", golden=False):
+        short(forward=scaled(2.0))
+
+
 def fold(kind, rows):
     """The rows of one fold, in one of the forms that programs use."""
     x, labels = torch.arange(48.0).view(12, 4)[rows], torch.arange(12)[rows] % 3

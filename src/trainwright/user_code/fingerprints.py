@@ -1,14 +1,16 @@
 """Detects edits of user code between two starts of a run: a hash of a function or a class and of all that it uses.
 
 The hash covers the source of the function, or of the methods of the class, and of user functions and classes that these
-refer to by name (a loss function, a block of a model), recursively. Comments, docstrings and formatting do not count;
-neither do the values of variables, nor code of installed packages. A function without source, defined by `exec`, and a
-lambda, whose source is a whole statement, are compared by their bytecode. Imports no torch.
+refer to by name (a loss function, a block of a model), recursively, and numbers of an enclosing function that it reads.
+Comments, docstrings and formatting do not count; neither do the values of other variables, nor code of installed
+packages. A function without source, defined by `exec`, and a lambda, whose source is a whole statement, are compared by
+their bytecode. Imports no torch.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import hashlib
 import inspect
@@ -67,6 +69,7 @@ def _texts(target: Any, seen: set[int]) -> Iterator[str]:
         seen.add(id(each))
         if isinstance(each, FunctionType):
             yield _code_text(each)
+            yield from (f"{name}={value!r}" for name, value in _constants(each))
             used: Iterable[Any] = _used_by(each)
         else:
             yield each.__name__
@@ -140,6 +143,14 @@ def _closure(function: FunctionType) -> dict[str, Any]:
         except ValueError:
             continue  # assigned later
     return values
+
+
+def _constants(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yields the numbers of an enclosing function that a function reads and does not assign, such as a temperature."""
+    assigned = {each.argval for each in dis.get_instructions(function) if each.opname == "STORE_DEREF"}
+    for name, value in sorted(_closure(function).items()):
+        if isinstance(value, bool | int | float) and name not in assigned:
+            yield name, value
 
 
 def _names(code: CodeType) -> Iterator[str]:
