@@ -66,7 +66,7 @@ model takes them, but for `preset`. All about them, with examples: [pretrained w
 | `replace` | a section | Components by glob, each in the place of the sub-modules that it matches. |
 | `peft` | text or a section | Adapters of the PEFT library: `type` (`lora`, `ia3`, …) and the fields of its config. |
 | `lora` | a section | Adapters on linear layers: `match`, `rank`, `alpha`, `dropout`, `train`. |
-| `freeze` | text, mapping or list of them | Globs of parameters that are not trained; `until_step` or `until_epoch` ends it. |
+| `freeze` | text, mapping or list of them | Globs of parameters not to train; `until_step`, `until_epoch` end it. |
 | `dtype` | `fp32`, `bf16`, `fp16` | What the weights are kept in; left out, as the model makes them: fp32. |
 | `sharding` | text or a section | How parameters are split over ranks: a packaged name, a file, or rules. |
 | `activation_checkpointing` | text, list or a section | Recomputed: `layers`, `save`, `budget`, `every`; or by path. |

@@ -69,10 +69,6 @@ class Reader:
         self.typed = []
 
     def read(self, blocks):
-        with without_root_handlers():
-            self._read(blocks)
-
-    def _read(self, blocks):
         for language, text in blocks:
             if language == "text":
                 self.compare(text)

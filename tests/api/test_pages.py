@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.test_docs import DOCS, ForkingReader, _package_log_as_before, blocks_of  # noqa: F401  # the fixture acts by itself
+from tests.test_docs import (
+    DOCS,
+    ForkingReader,
+    _package_log_as_before,  # noqa: F401  # the fixture acts by itself
+    blocks_of,
+    without_root_handlers,
+)
 
 from trainwright import RunConfig, build_trainer, load_checkpoint
 from trainwright.api import experiments
@@ -38,7 +44,8 @@ class QuickReader(ForkingReader):
         self.monkeypatch.syspath_prepend(folder)
         self.capfd.readouterr()
         try:
-            runpy.run_path(arguments[0], run_name="__main__")
+            with without_root_handlers():
+                runpy.run_path(arguments[0], run_name="__main__")
         except (SystemExit, TrainwrightError) as left:
             self.exit_code = 1
             print(left)
@@ -169,6 +176,9 @@ CHECKS = {
     "the schedule": lambda shown, plain: (
         rates("cosine")[:2] == [0.005, 0.01] and rates("waves")[:3] == pytest.approx([1e-2, 5.5e-3, 1e-3])
     ),
+    "a schedule with state": lambda shown, plain: (
+        len(rates("plateau")) == len(rates("cycle")) == 6 and max(rates("cycle")) == pytest.approx(0.1, rel=0.1)
+    ),
     "gradient clipping": lambda shown, plain: is_another_update("clipped", plain),
     "gradient accumulation": lambda shown, plain: (
         losses("accumulated") == pytest.approx(plain.losses, rel=1e-5) and "8 samples (2 × 4 micro-batches)" in shown
@@ -181,6 +191,7 @@ CHECKS = {
     "which rows are kept for evaluation": lambda shown, plain: {"valid/loss", "test/loss"} <= lines("cut")[-1].keys(),
     "the collator": lambda shown, plain: 0 < abs(losses("collator")[0] - plain.losses[0]) < 0.05,
     "one part alone, in a script": lambda shown, plain: True,  # the page shows what is printed
+    "metrics by name": lambda shown, plain: {"valid/top1", "valid/f1", "valid/auroc"} <= lines("scores")[-1].keys(),
     "a metric": lambda shown, plain: {"valid/accuracy", "valid/margin"} <= lines("metric")[-1].keys(),
     "the evaluation": lambda shown, plain: (
         [line["step"] for line in lines("evaluation") if "valid/surely_right" in line] == [3, 6]

@@ -370,7 +370,9 @@ def fold(kind, rows):
     if kind == "arrays":
         return list(zip(x.numpy(), labels.numpy(), strict=True))
     if kind == "selected":
-        whole = pytest.importorskip("datasets").Dataset.from_dict({"x": [[0.0] * 4] * 12, "labels": [0] * 12})
+        whole = pytest.importorskip("datasets").Dataset.from_dict(
+            {"x": torch.arange(48.0).view(12, 4).tolist(), "labels": [0] * 12}
+        )
         return whole.select(rows).with_format("torch")
     return Subset(Points(), rows)
 

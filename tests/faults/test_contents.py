@@ -25,7 +25,9 @@ SETTINGS = (
     *("data.eval.valid={type: tests.faults.parts:HurtPoints, num_batches: 3}", "data.shuffle=false"),
     *("anomalies.non_finite=skip", "anomalies.spike=skip", "anomalies.spike_window=8", "runtime.precision=fp16"),
     *("hooks=[{type: ema, decay: 0.8}]", "trainer.max_steps=9", "checkpoint.every_steps=4"),
-    *("checkpoint.keep_last=null", "log.every_epochs=0.15"),  # 0.15 epochs end in step 3, none in step 4
+    *("model.freeze={match: layers.3.*, until_step: 2}", "checkpoint.keep_last=null"),
+    "trainer.schedule={type: reduce_on_plateau, metric: valid/loss, patience: 0, threshold: 0.9}",
+    "log.every_epochs=0.15",  # 0.15 epochs end in step 3, none in step 4
 )
 STEP = 4
 

@@ -209,9 +209,10 @@ def _add_rows(digest: Any, data: Any) -> bool:
     if isinstance(data, ConcatDataset):
         has_rows = [_add_rows(digest, each) for each in data.datasets]
         return any(has_rows)
-    indices = getattr(data, "_indices", None)  # of a dataset of Hugging Face after select, shuffle or a split
-    if type(data).__module__.startswith("datasets.") and indices is not None:
-        _add_value(digest, indices.column(0).to_numpy())
+    if type(data).__module__.startswith("datasets.") and hasattr(data, "select"):
+        sampled = list(range(0, len(data), max(1, len(data) // _MAX_ROWS)))
+        # As stored: decoded images would have an address in their text.
+        _add_value(digest, [len(data), repr(data.with_format("arrow")[sampled].to_pydict())])
         return True
     rows = data.tensors if isinstance(data, TensorDataset) else data
     if not isinstance(rows, list | tuple | torch.Tensor | np.ndarray):
