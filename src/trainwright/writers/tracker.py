@@ -126,7 +126,7 @@ class Tracker(Writer):
             self._waiting.put(None, timeout=self.timeout_seconds)
             self._thread.join(max(deadline - time.monotonic(), 0.0))
         except queue.Full:
-            """Its thread does not answer."""
+            pass  # the thread is waiting for the service
         if self._thread.is_alive():
             logger.warning(
                 "%s did not answer within %g seconds: the last lines were not sent.",
@@ -180,14 +180,16 @@ class Tracker(Writer):
             self._report("could not end the run", error)
 
     def _start(self, run: RunInfo, is_closing: threading.Event) -> int | None:
-        """Calls `start` until it succeeds; returns None if the run ends before."""
+        """Calls `start` until it succeeds, for the last time when the run ends; returns None if that fails too."""
         while True:
+            is_last = is_closing.is_set()
             try:
                 return self.start(run)
             except Exception as error:
                 self._report("could not start a run; training continues without it", error)
-            if is_closing.wait(RETRY_SECONDS):
+            if is_last:
                 return None
+            is_closing.wait(RETRY_SECONDS)
 
     def _artifacts(self, folder: Path) -> list[Path]:
         found = {path for pattern in self._patterns for path in folder.glob(pattern)}
