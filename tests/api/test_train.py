@@ -352,6 +352,11 @@ def test_metrics_in_a_list_are_named_after_their_types():
         short(name="two", metrics=["accuracy", {"type": "accuracy"}], eval_data=Points())
 
 
+def test_metrics_without_an_evaluation_set_are_rejected():
+    with raises(ConfigError, "metrics", "eval_data"):
+        short(metrics="accuracy")
+
+
 def test_changed_arguments_of_a_run_are_named_with_the_options():
     short()
     with raises(CheckpointError, "batch_size: 4 → 8", "accept_changes=True", "fresh=True") as caught:
