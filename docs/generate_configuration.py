@@ -55,13 +55,13 @@ finds nothing raises. zsh needs quotes: `'~trainer.schedule'`.
 MODEL_KEYS = """\
 ## model
 
-A component (below), whose arguments are the model's own settings. These keys beside them are not the constructor's; any
+A component (below), whose arguments are the model's own settings. These keys are not arguments of the constructor; any
 model takes them, but for `preset`. All about them, with examples: [pretrained weights](models.md#pretrained-weights),
 [training a part](models.md#training-a-part), [memory](memory.md), [sharding](distributed.md).
 
 | key | value | meaning |
 |---|---|---|
-| `preset` | text | A size of a shipped model by its name; settings beside it change it. |
+| `preset` | text | A size of a shipped model by its name; other settings change it. |
 | `pretrained` | text or a section | A folder or name, or `folder`, `strict`, `home_path`, `dtype`, `allow_pickle`. |
 | `replace` | a section | Components by glob, each in the place of the sub-modules that it matches. |
 | `peft` | text or a section | Adapters of the PEFT library: `type` (`lora`, `ia3`, …) and the fields of its config. |
@@ -78,9 +78,9 @@ model takes them, but for `preset`. All about them, with examples: [pretrained w
 COMPONENTS = """\
 ## Components
 
-A component is a mapping with `type`, and the arguments of its constructor beside it: `{type: adamw, lr: 3e-4}`; where
+A component is a mapping with `type`, and the arguments of its constructor: `{type: adamw, lr: 3e-4}`; where
 it needs no argument, the type alone will do: `adamw`. The type is a built-in name, `package.module:Name`,
-`file.py:Name` relative to the run file, or `file.Name` for a file in the folder of its kind beside the run file. An
+`file.py:Name` relative to the run file, or `file.Name` for a file in the folder of its kind next to the run file. An
 argument may be a component itself, also in a list: `transform: {type: "torchvision.transforms:ToTensor"}`.
 `trainwright components KIND NAME` shows the parameters of each, your own included.
 """

@@ -39,6 +39,7 @@ from trainwright.data.tokenizer import load_tokenizer
 from trainwright.errors import CheckpointError, ConfigError, DataError, TrainwrightError, TrustError
 from trainwright.export.huggingface import export_run
 from trainwright.export.text import load_text_model
+from trainwright.registry.trust import reject_untrusted
 
 PACKAGE = Path(__file__).parents[1] / "src" / "trainwright"
 PROJECT = Path(__file__).parent / "project"
@@ -289,6 +290,20 @@ CODE = {
     "hooks": {"hooks": ["evil.py:act"]},
     "hooks, every": {"hooks": [{"type": "every", "steps": 1, "call": "evil.py:act"}]},
     "hooks, callback": {"hooks": [{"type": "callback", "before_train": "evil.py:act"}]},
+    "a hook in a dataset's argument": {
+        "data": {"train": {"path": {"hook": {"type": "every", "steps": 1, "call": "evil.py:act"}}}}
+    },
+    "weights of a sampler in an argument": {
+        "trainer": {
+            "schedule": {
+                "type": "constant",
+                "warmup_steps": {"sampler": {"type": "weighted", "weights": "evil.py:act", "dataset": [1]}},
+            }
+        }
+    },
+    "functions of a schedule": {
+        "trainer": {"schedule": {"type": "reduce_on_plateau", "metric": "valid/loss", "lr_lambda": ["evil.py:act"]}}
+    },
     "hooks, by path": {"hooks": [{"type": "trainwright.hooks.callback:every_from_config", "call": "evil.py:act"}]},
     "writers": {"writers": ["evil.py:act"]},
     "metrics": {"evaluation": {"metrics": {"m": {"type": "evil.py:act"}}}},
@@ -386,6 +401,20 @@ def test_a_foreign_run_folder_of_built_in_parts_needs_no_trust(foreign):
         if words[0] not in ("evaluate", "launch"):  # no evaluation set; no cluster
             done = CliRunner().invoke(app, words)
             assert done.exit_code == 0, (words, done.output, done.exception)
+
+
+@pytest.mark.parametrize("settings", ["lora", {"type": "lora", "r": 2, "target_modules": "all-linear"}])
+def test_the_name_of_an_adapter_needs_no_trust(tmp_path, settings):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"type": "gpt2", "peft": settings}}))
+    reject_untrusted(RunConfig.load(tmp_path / "config.yaml", trust=False))
+
+
+@pytest.mark.parametrize("name", ["megatron_core", "tokenizer_name_or_path"])
+def test_settings_of_an_adapter_that_import_code_need_trust(tmp_path, name):
+    settings = {"model": {"type": "gpt2", "peft": {"peft_type": "lora", name: "evil"}}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    with raises(TrustError, f"model.peft.{name}: evil", at="config.yaml", golden=False):
+        reject_untrusted(RunConfig.load(tmp_path / "config.yaml", trust=False))
 
 
 def test_a_foreign_model_loads_although_its_data_needs_trust(foreign, mark, tmp_path):

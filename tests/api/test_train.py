@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from trainwright import Component, Every, Hook, RunConfig, Trainer, build_trainer, train
 from trainwright.errors import CheckpointError, ConfigError, DataError, TrainwrightError
+from trainwright.loop.metrics import TopKAccuracy
 
 HERE = Path(__file__)
 DOCS = HERE.parents[2] / "docs"
@@ -269,6 +270,91 @@ def test_an_optimizer_of_another_model_and_a_rate_next_to_one_are_rejected():
         short(model, optimizer=optimizer, lr=1.0)
     with raises(ConfigError, "schedule", "torch.optim.lr_scheduler:StepLR"):
         short(model, optimizer=optimizer, schedule=torch.optim.lr_scheduler.StepLR(optimizer, 3))
+
+
+def groups_of(model, **settings):
+    first, *others = model.parameters()
+    return torch.optim.AdamW([{"params": [first], **settings}, {"params": others}], lr=0.01)
+
+
+def local_class():
+    class Local(torch.optim.Optimizer):
+        def __init__(self, params, lr, scale=1.0):
+            super().__init__(params, {"lr": lr, "scale": scale})
+
+        def step(self, closure=None):
+            pass
+
+    return Local
+
+
+LOCAL = local_class()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (lambda model: torch.optim.AdamW(model.parameters()), {"betas": (0.5, 0.6)}),
+        (groups_of, {"lr": 0.1}),
+        (groups_of, {"weight_decay": 0.5}),
+        (lambda model: functools.partial(LOCAL, scale=1.0), {"scale": 2.0}),
+        (lambda model: functools.partial(LOCAL, lr=0.1), {"lr": 0.2}),
+    ],
+    ids=["betas", "rate of a group", "decay of a group", "local class", "rate of a local class"],
+)
+def test_other_settings_of_an_optimizer_of_the_program_are_not_ignored(before, after):
+    model = net()
+    optimizer = before(model)
+    short(model, optimizer=optimizer)
+    short(model, optimizer=optimizer)  # ended: loads its checkpoint
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = groups_of(model, **after) if before is groups_of else type(optimizer)(model.parameters(), **after)
+    else:
+        optimizer = functools.partial(optimizer, **after)
+    with raises(CheckpointError, "optimizer: was", golden=False):
+        short(model, optimizer=optimizer, max_steps=5)
+
+
+def test_a_rate_that_the_program_lowers_between_two_calls_is_not_ignored():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    short(model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 0.01
+    with raises(CheckpointError, "groups with lr=0.01", golden=False):
+        short(model, optimizer=optimizer, max_steps=5)
+    short(model, optimizer=optimizer, max_steps=5, accept_changes=True)
+    assert [line["lr"] for line in lines()] == [0.1, 0.1, 0.1, 0.01, 0.01]
+
+
+def test_a_rate_that_a_hook_writes_does_not_prevent_a_second_call():
+    def lower(trainer):
+        for group in trainer.optimizers["main"].param_groups:
+            group["lr"] *= 0.5
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for max_steps in (2, 3):
+        short(model, optimizer=optimizer, max_steps=max_steps, hooks=[Every(1)(lower)])
+    assert [line["lr"] for line in lines()] == [0.1, 0.05, 0.025]
+
+
+def test_a_local_optimizer_class_has_the_default_rate_and_one_rate():
+    assert short(optimizer=LOCAL).optimizers["main"].param_groups[0]["lr"] == 1e-3
+    with raises(ConfigError, "lr=0.2", "0.1"):
+        short(name="two", optimizer=functools.partial(LOCAL, lr=0.1), lr=0.2)
+
+
+def test_metrics_in_a_list_are_named_after_their_types():
+    metrics = [{"type": "f1"}, Component("accuracy"), functools.partial(TopKAccuracy, k=2)]
+    logs = short(metrics=metrics, eval_data=Points()).eval_logs
+    assert {"eval/f1", "eval/accuracy", "eval/topkaccuracy"} <= logs.keys()
+    with raises(ConfigError, "metrics", "accuracy"):
+        short(name="two", metrics=["accuracy", {"type": "accuracy"}], eval_data=Points())
+
+
+def test_metrics_without_an_evaluation_set_are_rejected():
+    with raises(ConfigError, "metrics", "eval_data"):
+        short(metrics="accuracy")
 
 
 def test_changed_arguments_of_a_run_are_named_with_the_options():

@@ -143,3 +143,20 @@ def test_the_code_of_an_untrusted_run_folder_is_not_imported(tmp_path):
 def test_the_classes_are_those_of_the_project():
     assert kind_of(build_component(load(), "model")) == Net.__name__
     assert kind_of(build_component(load(), "data.train")) == Points.__name__
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "argument"),
+    [
+        ("data.train", "{type: parts.py:Points, size: 5, source: {type: digits}}", "source"),
+        (
+            "data.sampler",
+            "{type: 'torch.utils.data:RandomSampler', sampler: {type: weighted, weights: [1]}}",
+            "sampler",
+        ),
+    ],
+)
+def test_a_nested_component_that_its_owner_does_not_accept_is_rejected(section, value, argument):
+    config = load("data.train={type: parts.py:Points, size: 1}", f"{section}={value}")
+    with raises(ComponentError, section, argument):
+        build_component(config, section)

@@ -187,6 +187,8 @@ def test_torchs_class_follows_a_metric_too(tmp_path):
         ("{type: 'torch.optim.lr_scheduler:StepLR'}", ()),
         ("{type: 'torch.optim.lr_scheduler:OneCycleLR', max_lr: 1.0, total_steps: 5}", ()),
         ("{type: reduce_on_plateau, metric: valid/loss, step_on: epoch}", EVALUATED),
+        ("{type: reduce_on_plateau, metric: valid/loss, lr_lambda: 'missing.py:f'}", EVALUATED),
+        ("{type: 'torch.optim.lr_scheduler:StepLR', step_size: 2, schedulers: [{type: linear}]}", ()),
     ],
 )
 def test_settings_without_effect_are_rejected(schedule, overrides, tmp_path):

@@ -20,6 +20,8 @@ from trainwright.api.train_arguments import (
     errors_name_arguments,
     fingerprints,
     given,
+    is_local,
+    local_optimizer,
     metric_arguments,
     optimizer_component,
     precision_name,
@@ -134,7 +136,10 @@ def train(
         if collator is not None:
             reject_wrong_call(collator, ("samples",), role="collator")
         _reject_wrong_parts(model, optimizer, lr=lr, schedule=schedule)
-        is_built_here = isinstance(optimizer, torch.optim.Optimizer) or _is_local_class(optimizer)
+        kind = optimizer.func if isinstance(optimizer, partial) else optimizer
+        is_built_here = isinstance(optimizer, torch.optim.Optimizer)
+        if isinstance(kind, type) and is_local(kind):
+            is_built_here, optimizer = True, local_optimizer(optimizer, lr)
         metric_components, metric_objects = metric_arguments(metrics)
         optional = {
             "max_steps": max_steps,
@@ -166,6 +171,9 @@ def train(
             "evaluation": {"metrics": given("metrics", metric_components)} if metric_components else {},
         }
         config = _config_of(settings, overrides)
+        has_sets = len(eval_data) > 0 if isinstance(eval_data, Mapping) else eval_data is not None
+        if (metric_components or metric_objects) and not has_sets and config.data.test is None:
+            raise ConfigError("metrics: have no effect without eval_data. Give both, or neither.", where=caller())
         parts = _given_parts(
             model,
             data,
@@ -174,10 +182,10 @@ def train(
             collator=collator,
             sampler=sampler if is_sampler else None,
             hooks=hooks,
-            build_optimizer=partial(_given_optimizer, optimizer, lr) if is_built_here else None,
+            build_optimizer=partial(_given_optimizer, optimizer) if is_built_here else None,
         )
         show_log_unless_configured()
-        with run_log() as open_logs, _restored_settings(optimizer if schedule is not None else None):
+        with run_log() as open_logs, _restored_settings(optimizer):
             trainer = build_trainer(config, parts, fresh=fresh, accept_changes=accept_changes)
             if not trainer.is_finished:
                 open_logs(*trainer.log_files)
@@ -278,17 +286,11 @@ def _reject_wrong_parts(model: Any, optimizer: Any, *, lr: float | None, schedul
         )
 
 
-def _is_local_class(optimizer: Any) -> bool:
-    """Returns True for a class defined inside a function, which a config cannot name."""
-    kind = optimizer.func if isinstance(optimizer, partial) else optimizer
-    return isinstance(kind, type) and "<" in kind.__qualname__
-
-
-def _given_optimizer(optimizer: Any, lr: float | None, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _given_optimizer(optimizer: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Returns an optimizer that the program has created, or one of a local class."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not isinstance(optimizer, torch.optim.Optimizer):
-        made: torch.optim.Optimizer = optimizer(trained, **({} if lr is None else {"lr": lr}))
+        made: torch.optim.Optimizer = optimizer(trained)
         return made
     own = {id(parameter) for parameter in model.parameters()}
     if not all(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -303,7 +305,10 @@ def _given_optimizer(optimizer: Any, lr: float | None, model: torch.nn.Module) -
 
 @contextmanager
 def _restored_settings(optimizer: Any) -> Iterator[None]:
-    """Restores the settings of an optimizer's groups at the end: a schedule multiplies the rates that it finds."""
+    """Restores the settings of an optimizer's groups at the end, such as its rates before a schedule or a hook.
+
+    The next call then finds those that the program has set; a resumed run loads its own.
+    """
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     try:

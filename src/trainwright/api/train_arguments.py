@@ -108,17 +108,39 @@ def optimizer_component(value: Any, lr: float | None) -> dict[str, Any]:
     """Returns the component of an optimizer, with the learning rate `lr` unless it has its own."""
     found = component("optimizer", "adamw" if value is None else value, example='{"type": "adamw", "lr": 1e-3}')
     if "lr" in found and lr is not None:
-        raise ConfigError(f"lr={lr:g}: optimizer has its own lr, {found['lr']!r}. Give one of the two.", where=caller())
+        raise _two_rates(lr, found["lr"])
     if lr is not None:
         return {**found, "lr": given("lr", lr)}
     return {**found, "lr": DEFAULT_LR} if "lr" not in found and _requires_lr(found.get("type")) else found
 
 
+def is_local(kind: type) -> bool:
+    """Returns True for a class defined inside a function, which a config cannot name."""
+    return "<" in kind.__qualname__
+
+
+def local_optimizer(kind: Any, lr: float | None) -> partial[torch.optim.Optimizer]:
+    """Returns a class defined inside a function, or a partial of one, with its learning rate."""
+    keywords = kind.keywords if isinstance(kind, partial) else {}
+    if "lr" in keywords and lr is not None:
+        raise _two_rates(lr, keywords["lr"])
+    if lr is None and "lr" not in keywords and _has_required_lr(kind):
+        lr = DEFAULT_LR
+    return partial(kind, **({} if lr is None else {"lr": lr}))
+
+
+def _two_rates(lr: float, own: Any) -> ConfigError:
+    return ConfigError(f"lr={lr:g}: optimizer has its own lr, {own!r}. Give one of the two.", where=caller())
+
+
 def _requires_lr(type_name: Any) -> bool:
     try:
-        target = registry.find("optimizer", type_name, project_dir=Path.cwd())
+        return _has_required_lr(registry.find("optimizer", type_name, project_dir=Path.cwd()))
     except (ConfigError, TypeError):
         return False  # the build explains what is wrong
+
+
+def _has_required_lr(target: Any) -> bool:
     parameter = (parameters_of(target) or {}).get("lr")
     return parameter is not None and parameter.default is parameter.empty
 
@@ -130,7 +152,11 @@ def metric_arguments(metrics: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     if isinstance(metrics, str) or not isinstance(metrics, Mapping | Sequence):
         metrics = [metrics]
     if isinstance(metrics, Sequence):
-        names = [each if isinstance(each, str) else name_of(each).lower() for each in metrics]
+        names = [_metric_name(each) for each in metrics]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            problem = f'two of them would be named "{twice}". Give a mapping from names to metrics.'
+            raise ConfigError(f"metrics: {problem}", where=caller())
         metrics = dict(zip(names, metrics, strict=True))
     elif isinstance(metrics.get("type"), str):
         metrics = {metrics["type"]: metrics}  # one component
@@ -141,6 +167,14 @@ def metric_arguments(metrics: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         for name, each in metrics.items()
         if name not in objects
     }, objects
+
+
+def _metric_name(metric: Any) -> str:
+    """Returns the name of a metric in a list: its type, or the name of its class in lower case."""
+    kind = metric.get("type") if isinstance(metric, Mapping) else metric
+    if isinstance(kind, str):
+        return kind if kind.isidentifier() else kind.rpartition(":")[2].lower()
+    return name_of(kind.func if isinstance(kind, partial) else kind).lower()
 
 
 def _is_metric(value: Any) -> bool:
@@ -175,12 +209,14 @@ def fingerprints(
     rows = _hash_rows(data)
     if rows is not None:
         found["data"] = given("data", f"{type(data).__name__} {rows}")
+    kind = optimizer.func if isinstance(optimizer, partial) else optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        settings = {name: value for name, value in optimizer.defaults.items() if isinstance(value, bool | int | float)}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        found["optimizer"] = given("optimizer", f"{type(optimizer).__name__}({arguments}) {fingerprint(optimizer)}")
-    elif isinstance(optimizer, type) and is_users(optimizer):
-        found["optimizer"] = given("optimizer", _described(optimizer), at=location_of(optimizer))
+        found["optimizer"] = given("optimizer", f"{_shown_optimizer(optimizer)} {fingerprint(optimizer)}")
+    elif isinstance(kind, type) and (is_users(kind) or is_local(kind)):
+        # The keywords of a class that a config can name are settings.
+        keywords = optimizer.keywords if isinstance(optimizer, partial) and is_local(kind) else {}
+        shown = f"({_joined(_shown_settings(keywords))})" if keywords else ""
+        found["optimizer"] = given("optimizer", f"{kind.__name__}{shown} {fingerprint(kind)}", at=location_of(kind))
     for argument, each in objects.items():
         found[argument] = given(argument, f"{type(each).__name__} {fingerprint(each)}")
     of_hooks = {
@@ -189,6 +225,29 @@ def fingerprints(
         for name, code in _code_of_hook(hook)
     }
     return {**found, **({"hooks": of_hooks} if of_hooks else {})}
+
+
+def _shown_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Returns the class of an optimizer with its defaults, and the settings of its groups that differ from them."""
+    defaults = _shown_settings(optimizer.defaults)
+    groups = [_shown_settings(group) for group in optimizer.param_groups]
+    others = [
+        {name: each[name] for name in defaults if each.get(name, defaults[name]) != defaults[name]} for each in groups
+    ]
+    own = " and ".join(dict.fromkeys(_joined(each) for each in others if each))
+    return f"{type(optimizer).__name__}({_joined(defaults)}{'; groups with ' if own else ''}{own})"
+
+
+def _joined(settings: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={text}" for name, text in settings.items())
+
+
+def _shown_settings(settings: Mapping[str, Any]) -> dict[str, str]:
+    numbers = {
+        name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        for name, value in settings.items()
+    }
+    return {name: repr(value) for name, value in numbers.items() if isinstance(value, bool | int | float | tuple)}
 
 
 def _hash_rows(data: Any) -> str | None:

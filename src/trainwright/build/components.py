@@ -234,6 +234,8 @@ class Build:
             reject_distributed(target)
         names = parameters_of(target) or {}
         offered = {"dataset": dataset, "data_source": dataset, "batch_size": batch_size}
+        where, origin_of = section.origin, self.config.origin
+        registry.check_arguments(target, arguments, label=label, where=where, provided=offered, origin_of=origin_of)
         provided = {name: value for name, value in offered.items() if name in names and name not in arguments}
         built = {name: value for name, value in arguments.items() if value is not section.arguments.get(name)}
         plain = {name: value for name, value in arguments.items() if name not in built}
@@ -488,6 +490,17 @@ class Build:
 
     def _scheduler(self, label: str, component: Component, target: Any, optimizer: Any, max_steps: int) -> Any:
         """Builds a scheduler, and those that are nested in its arguments, over an optimizer."""
+        if "optimizer" in component.arguments:
+            raise ConfigError(f"{label}.optimizer: is the run's optimizer. Remove it.", where=component.origin)
+        lengths = missing_lengths(target, component.arguments, max_steps)
+        registry.check_arguments(
+            target,
+            component.arguments,
+            label=label,
+            where=component.origin,
+            provided=("optimizer", *lengths),
+            origin_of=self.config.origin,
+        )
         plain, built = dict[str, Any](), dict[str, Any]()
         for name, value in component.arguments.items():
             entries = value if isinstance(value, list | tuple) else [value]
@@ -511,9 +524,6 @@ class Build:
                 built[name] = functions if isinstance(value, list | tuple) else functions[0]
             else:
                 plain[name] = value
-        if "optimizer" in plain:
-            raise ConfigError(f"{label}.optimizer: is the run's optimizer. Remove it.", where=component.origin)
-        lengths = missing_lengths(target, {**plain, **built}, max_steps)
         bare = Component(component.type, **plain).located_at(component.origin)
         return self._make("schedule", label, bare, optimizer=optimizer, **built, **lengths)
 

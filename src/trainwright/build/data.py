@@ -62,6 +62,15 @@ class DatasetBuilder:
             if not isinstance(given, dict):
                 raise ConfigError(f"{label}.args: must be a mapping, got {given!r}.", where=component.origin)
             provided["args"] = Namespace(**given)
+        if nested:  # `instantiate` passes only those of `provided` that the dataset accepts
+            registry.check_arguments(
+                target,
+                {**arguments, **nested},
+                label=label,
+                where=component.origin,
+                provided=(*provided, "project_dir"),
+                origin_of=self._origin_of,
+            )
         plain = Component(component.type, **arguments).located_at(component.origin)
         return registry.instantiate(
             "dataset", plain, project_dir=self._project_dir, label=label, origin_of=self._origin_of, **provided

@@ -15,11 +15,23 @@ from trainwright.config.builtin import BUILT_INS, IN_CODE
 from trainwright.errors import TrustError
 
 _BUILT_IN_TYPES = {word for names in BUILT_INS.values() for item in names.items() for word in item}
-_CALLING_HOOKS = ("every", "callback")
+_CALLING_HOOKS = {word for name in ("every", "callback") for word in (name, BUILT_INS["hook"][name])}
 """Built-in hooks whose arguments name functions."""
 
+_FUNCTIONS = ("lr_lambda", "scale_fn")
+"""Arguments of schedules that name functions."""
+
+_WEIGHTED = ("weighted", BUILT_INS["sampler"]["weighted"])
 _WEIGHT_FILES = (".json", ".npy", ".csv", ".txt")
-"""The files that data.sampler reads weights from, without running code."""
+"""The files that the sampler reads weights from, without running code; any other text names a function."""
+
+_PEFT_KEYS = {
+    *("type", "peft_type", "r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "init_lora_weights"),
+    *("target_modules", "exclude_modules", "target_parameters", "modules_to_save", "feedforward_modules"),
+    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "task_type"),
+    *("alpha", "module_dropout", "num_virtual_tokens", "token_dim", "num_layers", "num_attention_heads"),
+}
+"""Fields of peft's configs whose texts import no code, as those of megatron_core and of a tokenizer may."""
 
 MODEL_SECTIONS = ("imports", "task", "model", "trainer.type")
 """The settings whose code is imported to build a run's model."""
@@ -52,14 +64,24 @@ def _code_of(settings: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
         is_known = text in _BUILT_IN_TYPES or text.startswith(IN_CODE)
         # The trainers of `train` and `training_main`. Any other object there is rejected before it is called.
         is_known |= path == ("trainer", "type") and text.startswith("trainwright.api.")
-        if path[0] == "imports" or (is_type and not is_known):
+        is_known |= path == ("model", "peft", "type")
+        if path[0] == "imports" or (is_type and not is_known) or (not is_type and _names_function(settings, path)):
             yield path, text
-        elif path[:2] == ("data", "sampler") and path[-1] == "weights" and not text.endswith(_WEIGHT_FILES):
-            yield path, text  # a function
-        elif path[0] == "hooks" and len(path) == 3 and path[2] != "type":
-            hook = settings["hooks"][int(path[1])]
-            if hook["type"] in (*_CALLING_HOOKS, *(BUILT_INS["hook"][name] for name in _CALLING_HOOKS)):
-                yield path, text
+
+
+def _names_function(settings: dict[str, Any], path: tuple[str, ...]) -> bool:
+    """Returns True if peft or a built-in component, possibly an argument of another, imports what a text names."""
+    if path[:2] == ("model", "peft") and len(path) > 2:
+        return path[2] not in _PEFT_KEYS
+    owner: Any = settings
+    for key in path[:-1]:
+        owner = owner[int(key)] if isinstance(owner, list) else owner[key]
+    if isinstance(owner, list):
+        return path[-2] in _FUNCTIONS
+    is_weights = owner.get("type") in _WEIGHTED and path[-1] == "weights"
+    if is_weights and owner["weights"].endswith(_WEIGHT_FILES):
+        return False
+    return is_weights or path[-1] in _FUNCTIONS or owner.get("type") in _CALLING_HOOKS
 
 
 def _texts(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:
