@@ -302,6 +302,8 @@ class Updater:
         """The loss of the last `apply`."""
         self.is_repeating = False
         """True while a closure repeats a step: `apply` then only computes the gradients."""
+        self.num_repeated = 0
+        """How often a repeated step has called `apply`."""
         self.skips_updates = detector is not None and detector.skips_updates
         """True if an update may be skipped: by a policy for anomalies, or because none of its labels counts."""
         self._owned: dict[tuple[str, ...], _OwnedParameters] = {}
@@ -462,12 +464,18 @@ class Updater:
         def closure() -> torch.Tensor:
             if known:
                 return known.pop()
-            self.is_repeating = True
+            self.is_repeating, self.num_repeated = True, 0
             try:
                 with torch.enable_grad():
                     loss: torch.Tensor = repeat()[0]
             finally:
                 self.is_repeating = False
+            if self.num_repeated != 1:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} computes the loss again, but train_step calls apply "
+                    f"{self.num_repeated} times, so which loss it needs is not known. Call apply once in a step, or "
+                    "use another optimizer."
+                )
             return loss
 
         return closure
@@ -753,9 +761,15 @@ class Update:
                 if repair is not None and updater.loss_scale is None:
                     repair()
             grad_norm, factor = self._clip(gradients, factor, owned.norm)
+            metrics: dict[str, Any] = {}
+            for name, values in self._metrics.items():
+                metrics[name] = _merge_metric(values)
             if updater.is_repeating:
+                updater.num_repeated += 1
                 self._scale_gradients(names, gradients, factor)
-                return StepResult(loss, {}, grad_norm, updater.rates[names[0]])
+                for name in names if owned.has_short else ():
+                    _narrow_gradients(updater.optimizers[name].optimizer)
+                return StepResult(loss, metrics, grad_norm, updater.rates[names[0]])
             updater._last_loss = loss
             skip = False if self.has_plain_loss else self._is_empty()  # a plain loss counts samples
             if skip is not True:
@@ -766,9 +780,6 @@ class Update:
                 overflowed = ~torch.isfinite(grad_norm)
                 skip = _either(skip, overflowed)
             grad_scale = self._scale_gradients(names, gradients, factor)
-            metrics: dict[str, Any] = {}
-            for name, values in self._metrics.items():
-                metrics[name] = _merge_metric(values)
             for name in names:
                 if owned.has_short:
                     _narrow_gradients(updater.optimizers[name].optimizer)
