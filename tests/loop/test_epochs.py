@@ -302,6 +302,19 @@ def test_a_stream_ends_an_epoch_with_its_last_batch(tmp_path):
     assert (trainer.step, [line["step"] for line in lines_of(tmp_path / "run")]) == (9, [3, 6, 9])
 
 
+def test_a_schedule_and_unfreezing_by_epochs_follow_the_epochs_of_a_stream(tmp_path):
+    limits = (*PLAIN[:3], STREAM, "trainer.max_steps=50", "trainer.max_epochs=2", "log.every_steps=1")
+    schedule = "trainer.schedule={type: 'torch.optim.lr_scheduler:StepLR', step_size: 1, step_on: epoch}"
+    trainer = run(tmp_path / "schedule", *limits, schedule)
+    rate = trainer.config.trainer.optimizer.lr
+    rates = [line["lr"] for line in lines_of(tmp_path / "schedule")]
+    assert rates == pytest.approx([rate] * 3 + [0.1 * rate] * 3)
+    seen = []
+    hook = CallbackHook(after_step=lambda trainer: seen.append(trainer.model.layers[0].weight.requires_grad))
+    run(tmp_path / "freeze", *limits, "model.freeze={match: 'layers.0.*', until_epoch: 1}", hooks=[hook])
+    assert seen == [False] * 3 + [True] * 3
+
+
 @pytest.mark.parametrize("left_at", [2, 3, 4])
 def test_a_stream_that_reads_ahead_resumes_exactly(left_at, tmp_path):
     settings = (*PLAIN[:3], STREAM, "trainer.max_steps=50", "trainer.max_epochs=3", "data.shuffle_buffer=7")

@@ -158,8 +158,6 @@ class ScheduledOptimizer:
         self.base_rates: list[float] = []
         self.num_parameters = 0
         self.requires_closure = requires_closure(optimizer)
-        if has_eval_weights(optimizer):
-            optimizer.train()  # type: ignore[attr-defined]  # without state this changes no weight
         self.read_groups()
         self.writer: str | None = None
         """The hook that has written a rate since the schedule did."""
@@ -172,8 +170,19 @@ class ScheduledOptimizer:
         known = [*self.base_rates, *base_rates[len(self.base_rates) :]][: len(groups)]
         self.base_rates = [*known, *(float(group["lr"]) for group in groups[len(known) :])]
         self.num_parameters = sum(len(group["params"]) for group in groups)
+        if has_eval_weights(self.optimizer):  # of groups that were added; without state this changes no weight
+            self.optimizer.train()  # type: ignore[attr-defined]
         if isinstance(self.schedule, TorchSchedule):
             self.schedule.check_groups(len(groups))
+
+    def scale_added(self, num_known: int) -> None:
+        """Gives the groups after the first `num_known` the rates that the schedule has reached in the first group."""
+        groups = self.optimizer.param_groups
+        if self.schedule is None or num_known == len(groups) or not self.base_rates[0]:
+            return
+        factor = float(groups[0]["lr"]) / self.base_rates[0]
+        for group, base in zip(groups[num_known:], self.base_rates[num_known:], strict=True):
+            set_learning_rate(group, base * factor)
 
     def rate(self, step: int, max_steps: int) -> float | None:
         """Returns the first group's rate in the update that follows `step` updates; None if it depends on more."""
@@ -369,6 +378,13 @@ class Updater:
         for name, entry in self.optimizers.items():
             entry.read_groups(base_rates.get(name, ()))
             follow_groups(entry.optimizer, device_of(entry.optimizer) or torch.device("cpu"))
+
+    def follow_added(self) -> None:
+        """Called after parameters that have become trainable were added: new groups follow the schedule at once."""
+        num_known = {name: len(entry.base_rates) for name, entry in self.optimizers.items()}
+        self.follow_groups()
+        for name, entry in self.optimizers.items():
+            entry.scale_added(num_known[name])
 
     @property
     def torch_schedules(self) -> dict[str, TorchSchedule]:
