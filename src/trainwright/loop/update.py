@@ -194,7 +194,7 @@ class ScheduledOptimizer:
         """Writes the learning rates of the update that follows `step` updates; returns the first group's."""
         if self.schedule is None:
             return self._own_rate()
-        if self._written is not None and self.is_overwritten():
+        if self.is_overwritten():
             self._warn_of_writer()
         if isinstance(self.schedule, TorchSchedule):
             self.schedule.advance(step, epoch)
@@ -210,13 +210,15 @@ class ScheduledOptimizer:
     def observe(self, logs: Mapping[str, float]) -> None:
         """Lets a schedule that follows a metric read the logs of an evaluation; it may write the learning rates."""
         if isinstance(self.schedule, TorchSchedule) and self.schedule.metric is not None:
-            if self._written is not None and self.is_overwritten():
-                self._warn_of_writer()
             self.schedule.observe(logs)
-            self._note_rates()
 
     def _note_rates(self) -> None:
-        """Notes that the schedule has written the rates; others are those of user code."""
+        """Notes that the schedule has written the rates; others are those of user code.
+
+        One that follows a metric reduces the rates that it finds, so those of user code have an effect.
+        """
+        if isinstance(self.schedule, TorchSchedule) and self.schedule.metric is not None:
+            return
         self._written = [rate_stamp(group["lr"]) for group in self.optimizer.param_groups]
 
     def is_overwritten(self) -> bool:
@@ -244,10 +246,14 @@ class ScheduledOptimizer:
     def _warn_of_writer(self) -> None:
         """Warns once of a rate that the schedule overwrites."""
         if self.writer != "":
+            effect = "the schedule overwrites in the next step"
+            if isinstance(self.schedule, TorchSchedule):  # some multiply the rate that they find
+                effect = f"{self.schedule.name} overwrites or scales"
             logger.warning(
-                "%s has written a learning rate, which the schedule overwrites in the next step. Set the schedule to "
-                "null to keep the rates that are written, or remove the write.",
+                "%s has written a learning rate, which %s. Set the schedule to null to keep the rates that are "
+                "written, or remove the write.",
                 self.writer or "Code outside of the hooks, such as train_step,",
+                effect,
             )
         self.writer = ""
 
