@@ -282,6 +282,18 @@ def test_steps_are_counted_for_each_end_of_an_epoch(settings, sizes, tmp_path):
     assert (trainer.step, trainer.max_steps) == (len(sizes), len(sizes))
 
 
+def test_a_sampler_that_was_removed_is_rejected(tmp_path):
+    class Sampled(Trainer):
+        @classmethod
+        def build_sampler(cls, build, dataset):
+            return torch.utils.data.SequentialSampler(dataset)
+
+    run(tmp_path, *TWENTY, trainer=Sampled, hooks=[at(3, lambda trainer: trainer.interrupt("SIGTERM"))])
+    with raises(DataError, "data.sampler"):
+        make(tmp_path, *TWENTY)
+    assert run(tmp_path, *TWENTY, accept_changes=True).epoch == 2
+
+
 def test_a_finished_run_goes_on_with_more_epochs(tmp_path):
     short = (*TWENTY, "data.last_batch=short")
     run(tmp_path / "whole", *short, "trainer.max_epochs=4")
