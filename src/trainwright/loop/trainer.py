@@ -303,6 +303,8 @@ class Trainer:
         ]
         self._find_epoch_ends(has_period=any(periods) or any(by_epoch))
         self._keeps_optimizer_settings = False
+        self._last_changed_step = -1
+        """The last checkpoint that has other settings than this run, which were accepted; -1 without one."""
         self._has_only_weights = False
         self._has_loaded_weights = False
         """True while the model has the weights of a checkpoint, averaged or not, for an evaluation."""
@@ -993,6 +995,8 @@ class Trainer:
         """
         store = self.context.store
         self._keeps_optimizer_settings = keep_settings
+        if keep_settings:
+            self._last_changed_step = max(self._last_changed_step, step)
         other_stages = self._names_of_all_stages()
         with self.ranks.failing_together():
             self._has_only_weights = contents.has_only_weights(store, step)
@@ -1675,13 +1679,14 @@ class Trainer:
         step = ranks.broadcast(anomalies.newest_intact_before(anomaly.step) if ranks.is_first else None)
         if snapshot is not None and (step is None or snapshot.step >= step):
             parts, other_stages = snapshot.parts.to_state(), self._names_of_all_stages()
+            self._keeps_optimizer_settings = False  # the copy has the settings of this run
             contents.load_model_state(
                 parts["model"], self.model, source="the copy in memory", other_stages=other_stages
             )
             self._restore_state(parts.__getitem__, other_stages)
             self._state.restore_evaluation(snapshot.eval_logs)
         elif step is not None:
-            self.restore_checkpoint(step, keep_settings=self._keeps_optimizer_settings)
+            self.restore_checkpoint(step, keep_settings=step <= self._last_changed_step)
         else:
             raise AnomalyError(f"{anomaly.describe()} There is no earlier state to roll back to.")
         if self._saved_generators is not None:
