@@ -282,6 +282,18 @@ def test_steps_are_counted_for_each_end_of_an_epoch(settings, sizes, tmp_path):
     assert (trainer.step, trainer.max_steps) == (len(sizes), len(sizes))
 
 
+def test_a_sampler_that_was_removed_is_rejected(tmp_path):
+    class Sampled(Trainer):
+        @classmethod
+        def build_sampler(cls, build, dataset):
+            return torch.utils.data.SequentialSampler(dataset)
+
+    run(tmp_path, *TWENTY, trainer=Sampled, hooks=[at(3, lambda trainer: trainer.interrupt("SIGTERM"))])
+    with raises(DataError, "data.sampler"):
+        make(tmp_path, *TWENTY)
+    assert run(tmp_path, *TWENTY, accept_changes=True).epoch == 2
+
+
 def test_a_finished_run_goes_on_with_more_epochs(tmp_path):
     short = (*TWENTY, "data.last_batch=short")
     run(tmp_path / "whole", *short, "trainer.max_epochs=4")
@@ -300,6 +312,19 @@ def test_a_stream_ends_an_epoch_with_its_last_batch(tmp_path):
     expected = [[("before_epoch", n, 3 * n), ("after_epoch", n, 3 * n + 3)] for n in range(3)]
     assert seen == [event for pair in expected for event in pair]
     assert (trainer.step, [line["step"] for line in lines_of(tmp_path / "run")]) == (9, [3, 6, 9])
+
+
+def test_a_schedule_and_unfreezing_by_epochs_follow_the_epochs_of_a_stream(tmp_path):
+    limits = (*PLAIN[:3], STREAM, "trainer.max_steps=50", "trainer.max_epochs=2", "log.every_steps=1")
+    schedule = "trainer.schedule={type: 'torch.optim.lr_scheduler:StepLR', step_size: 1, step_on: epoch}"
+    trainer = run(tmp_path / "schedule", *limits, schedule)
+    rate = trainer.config.trainer.optimizer.lr
+    rates = [line["lr"] for line in lines_of(tmp_path / "schedule")]
+    assert rates == pytest.approx([rate] * 3 + [0.1 * rate] * 3)
+    seen = []
+    hook = CallbackHook(after_step=lambda trainer: seen.append(trainer.model.layers[0].weight.requires_grad))
+    run(tmp_path / "freeze", *limits, "model.freeze={match: 'layers.0.*', until_epoch: 1}", hooks=[hook])
+    assert seen == [False] * 3 + [True] * 3
 
 
 @pytest.mark.parametrize("left_at", [2, 3, 4])

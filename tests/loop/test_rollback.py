@@ -58,6 +58,26 @@ def test_a_device_that_runs_ahead_ends_as_one_that_does_not(anomalies, tmp_path,
 # where it goes back to
 
 
+@pytest.mark.parametrize("back_to", [(SNAPSHOTS, RARE), (BACK, "checkpoint.every_steps=4")])
+@pytest.mark.parametrize("accept_changes", [False, True])
+def test_a_parameter_that_was_unfrozen_after_the_restored_step_is_frozen_again(accept_changes, back_to, tmp_path):
+    seen = []
+
+    class Unfreeze(Hook):
+        def before_step(self):
+            seen.append((self.trainer.step, self.trainer.model.layers[0].weight.requires_grad))
+
+        def after_step(self):
+            if self.trainer.step == 5:
+                self.trainer.model.layers[0].requires_grad_(True)
+
+    settings = (*PLAIN, *back_to, "model.freeze='layers.0.*'")
+    run(tmp_path, *settings, "trainer.max_steps=2")
+    run(tmp_path, *settings, "trainer.max_steps=7", bad=[48], hooks=[Unfreeze()], accept_changes=accept_changes)
+    frozen, trained = [(2, False), (3, False), (4, False)], [(5, True), (6, True)]
+    assert seen == [*frozen, *trained, (4, False), *trained]
+
+
 @pytest.mark.parametrize("back_to", [(SNAPSHOTS, RARE), (BACK, "checkpoint.every_steps=4"), (BACK, RARE)])
 def test_evaluations_of_undone_steps_are_made_again_and_counted_once(back_to, tmp_path):
     counting = CountEvaluations()

@@ -155,15 +155,94 @@ class Interrupt(Hook):
             self.trainer.interrupt("test")
 
 
-def test_a_parameter_with_settings_of_its_own_gets_a_group_that_is_resumed(tmp_path):
-    class Marked(Trainer):
-        @classmethod
-        def build_model(cls, build):
-            model = super().build_model(build)
-            model.layers[0].weight.no_weight_decay = True
-            model.layers[0].bias.lr_scale = 0.5
-            return model
+class Marked(Trainer):
+    @classmethod
+    def build_model(cls, build):
+        model = super().build_model(build)
+        model.layers[0].weight.no_weight_decay = True
+        model.layers[0].bias.lr_scale = 0.5
+        return model
 
+
+class Rates(Hook):
+    """Keeps the rates of the groups, by the names of their members."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def after_step(self):
+        groups = self.trainer.optimizers["main"].param_groups
+        for group in groups:
+            for name in names_in(self.trainer, group):
+                self.seen.setdefault(name, {})[self.trainer.step] = float(group["lr"])
+
+
+PLATEAU = "{type: reduce_on_plateau, metric: valid/loss, patience: 0, threshold: 10, threshold_mode: abs, factor: 0.5}"
+
+
+@pytest.mark.parametrize("schedule", ["{type: linear}", PLATEAU])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_group_that_is_added_follows_the_schedule_from_its_first_step(schedule, mode, tmp_path):
+    rates = Rates()
+    evaluated = ("data.eval={valid: {type: 'parts.py:Points', size: 8, seed: 1}}", "evaluation.every_steps=1")
+    overrides = (f"trainer.schedule={schedule}", f"runtime.mode={mode}", *evaluated)
+    train(tmp_path, *overrides, hooks=[Unfreeze(3), rates], base=Marked)
+    trained = rates.seen["layers.3.weight"]
+    assert trained[4] < trained[1]
+    for step in (4, 5, 6):
+        assert rates.seen["layers.0.weight"][step] == pytest.approx(trained[step])
+        assert rates.seen["layers.0.bias"][step] == pytest.approx(0.5 * trained[step])
+
+
+def test_schedulefree_averages_the_weights_of_a_group_that_is_added(tmp_path):
+    pytest.importorskip("schedulefree")
+    optimizer = "trainer.optimizer={type: 'schedulefree:AdamWScheduleFree', lr: 0.05}"
+    evaluated = []
+
+    class Keep(Hook):
+        def before_eval(self):
+            evaluated.append(weights_of(self.trainer))
+
+    settings = ("data.eval={valid: {type: 'parts.py:Points', size: 8}}", "evaluation.every_steps=5")
+    trainer = train(tmp_path, optimizer, *settings, hooks=[Unfreeze(2), Keep()], base=Marked)
+    trainer.optimizers["main"].eval()
+    expected = weights_of(trainer)
+    for name, value in evaluated[-1].items():
+        torch.testing.assert_close(value, expected[name])
+    trainer = train(tmp_path / "five", optimizer, *settings, "trainer.max_steps=5", hooks=[Unfreeze(2)], base=Marked)
+    trainer.optimizers["main"].eval()
+    for name, value in evaluated[0].items():
+        torch.testing.assert_close(value, weights_of(trainer)[name])
+
+
+class UnfreezeOnce(Hook):
+    """Unfreezes the first layer for the third step only."""
+
+    def after_step(self):
+        if self.trainer.step in (2, 3):
+            self.trainer.model.layers[0].requires_grad_(self.trainer.step == 2)
+
+
+@pytest.mark.parametrize("accept_changes", [False, True])
+def test_a_run_resumes_after_a_parameter_was_unfrozen_and_frozen_again(accept_changes, tmp_path):
+    whole = train(tmp_path / "whole", hooks=[UnfreezeOnce()])
+    train(tmp_path / "halves", "trainer.max_steps=4", hooks=[UnfreezeOnce()])
+    halves = train(tmp_path / "halves", hooks=[UnfreezeOnce()], accept_changes=accept_changes)
+    assert [each.requires_grad for each in halves.model.parameters()] == [False, False, True, True]
+    assert len(halves.optimizers["main"].state) == 4
+    for name, value in weights_of(halves).items():
+        assert torch.equal(value, weights_of(whole)[name])
+
+
+def test_freezing_more_has_an_effect_on_a_run_that_is_continued(tmp_path):
+    first = train(tmp_path, "model.freeze=null", "trainer.max_steps=3")
+    second = train(tmp_path, accept_changes=True)
+    assert [each.requires_grad for each in second.model.parameters()] == [False, False, True, True]
+    assert torch.equal(weights_of(first)["layers.0.weight"], weights_of(second)["layers.0.weight"])
+    assert not torch.equal(weights_of(first)["layers.3.weight"], weights_of(second)["layers.3.weight"])
+
+
+def test_a_parameter_with_settings_of_its_own_gets_a_group_that_is_resumed(tmp_path):
     schedule = "trainer.schedule={type: linear}"
     whole = train(tmp_path / "whole", schedule, hooks=[Unfreeze()], base=Marked)
     groups = whole.optimizers["main"].param_groups

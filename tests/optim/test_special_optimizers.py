@@ -167,6 +167,56 @@ def test_lbfgs_works_with_an_own_step(tmp_path):
     assert_equal(dict(own.model.state_dict()), ours.model.state_dict(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("micro_batch_size", [8, 4])
+def test_lbfgs_trains_weights_of_16_bits(micro_batch_size, tmp_path):
+    class Short(Trainer):
+        @classmethod
+        def build_model(cls, build):
+            return super().build_model(build).bfloat16()
+
+        def forward(self, x, labels):
+            return self.model(x.bfloat16(), labels)
+
+    train(tmp_path, LBFGS, f"trainer.micro_batch_size={micro_batch_size}", trainer=Short)
+    lines = lines_of(tmp_path)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_a_step_that_is_repeated_has_its_metrics(tmp_path):
+    class Measured(Trainer):
+        def forward(self, x, labels):
+            return self.model(x, labels)["loss"], {"seen": 1.0}
+
+        def train_step(self, batch):
+            result = super().train_step(batch)
+            result.metrics["twice"] = 2 * result.metrics["seen"]
+            return result
+
+    train(tmp_path, LBFGS, trainer=Measured)
+    assert lines_of(tmp_path)[-1]["twice"] == 2.0
+
+
+def test_lbfgs_rejects_a_step_with_several_updates(tmp_path):
+    class Alternating(Trainer):
+        def train_step(self, batch):
+            first = self.begin_update()
+            first.backward(self.model(**batch)["loss"])
+            result = first.apply(("weights",))
+            second = self.begin_update()
+            second.backward(3 * self.model(**batch)["loss"])
+            second.apply(("biases",))
+            return result
+
+    sections = {
+        "weights": {"optimizer": LBFGS, "match": "*.weight"},
+        "biases": {"optimizer": {"type": "adamw", "lr": 0.01}, "match": "*.bias"},
+    }
+    given = [f"output_dir={tmp_path}", f"trainer.optimizers={json.dumps(sections)}"]
+    trainer = build_trainer(RunConfig.from_dict(SETTINGS, project_dir=PROJECT, overrides=given), Alternating)
+    with raises(ConfigError, "LBFGS", "apply 2 times"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("overrides", [("runtime.precision=fp16",), ("runtime.mode=graph",)])
 def test_lbfgs_is_rejected_where_a_step_cannot_be_repeated(overrides, tmp_path):
     with raises(ConfigError, "LBFGS"):

@@ -276,6 +276,13 @@ def test_with_a_schedule_one_warning_names_the_hook_whose_rate_is_overwritten(sc
         assert max(rates_of(tmp_path)) == 0.1
 
 
+def test_a_rate_that_a_hook_writes_next_to_a_plateau_stays_without_a_warning(tmp_path, caplog):
+    schedule = PLATEAU.replace("patience: 1", "patience: 50")
+    train(tmp_path, f"trainer.schedule={schedule}", *EVALUATED, "trainer.max_steps=5", hooks=[Write()])
+    assert rates_of(tmp_path) == pytest.approx([0.1] * 3 + [0.05] * 2)
+    assert "has written a learning rate" not in caplog.text
+
+
 def test_a_schedule_and_hooks_that_write_nothing_do_not_warn(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         train(tmp_path, "trainer.schedule={type: cosine}", "runtime.mode=graph", "trainer.max_steps=4", hooks=[Hook()])

@@ -411,6 +411,7 @@ def restore_optimizers(
             "Rename them back, or start over with --fresh."
         )
     names = _names_by_parameter(model)
+    frozen = [names[id(each)] for each in model.parameters() if not each.requires_grad]
     for name, optimizer in optimizers.items():
         saved = state[name]
         if saved["class"] != type(optimizer).__name__:
@@ -422,7 +423,11 @@ def restore_optimizers(
             )
             continue
         if keep_settings:
-            saved = {**saved, "groups": _keep_settings(optimizer, saved["groups"])}
+            # A parameter that is frozen by a setting that was accepted loses its state.
+            unowned = {*frozen} - {*_ordered_names(optimizer, names)}
+            state_of_owned = {key: value for key, value in saved["state"].items() if key not in unowned}
+            groups = _keep_settings(optimizer, saved["groups"])
+            saved = {**saved, "state": state_of_owned, "groups": groups}
         if other_stages:
             saved = _select_stage(saved, optimizer, names, other_stages, keep_groups=keep_settings)
         _load_by_name(optimizer, saved, names, label=name)

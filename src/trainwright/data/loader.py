@@ -20,7 +20,13 @@ from trainwright.data.collators import reject_lists
 from trainwright.data.fetch import Collator, Fetched, OnError, SampleFetcher, Span, View, count_samples
 from trainwright.data.file_list import reject_changed_files, saved_files
 from trainwright.data.order import Indices, Order, mix_seed, permute
-from trainwright.data.samplers import LastBatch, SamplerOrder, order_of_sampler, reject_large_batch
+from trainwright.data.samplers import (
+    LastBatch,
+    SamplerOrder,
+    order_of_sampler,
+    reject_large_batch,
+    reject_other_sampler,
+)
 from trainwright.data.workers import LoaderOptions, WorkerFetcher, serve_in_workers
 from trainwright.errors import DataError
 
@@ -431,6 +437,8 @@ class TrainData(BatchLoader):
         reject_changed_files(state.get("files", self.files), self.files, accept_changes=accept_changes)
         if self.sampler is not None:
             self.order.load_state_dict(state.get("sampler"), self.order_position, accept_changes=accept_changes)
+        elif "sampler" in state:
+            reject_other_sampler("a sampler", accept_changes=accept_changes)
         before = int(state.get("num_samples", self._size))
         if before != self._size:
             problem = f"data.train has {self._size:,} samples, but the checkpoint was saved with {before:,}"

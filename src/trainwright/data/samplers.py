@@ -230,10 +230,13 @@ def _digest(values: npt.NDArray[Any]) -> str:
 
 
 def _reject_other_order(state: Mapping[str, Any] | None, digest: str, change: str, *, accept_changes: bool) -> None:
-    if state is not None and state.get("digest") == digest:
-        return
-    change = change if state is not None else "no sampler"
-    problem = f"data.sampler: the checkpoint was saved with {change}, so the order is different"
+    if state is None or state.get("digest") != digest:
+        reject_other_sampler(change if state is not None else "no sampler", accept_changes=accept_changes)
+
+
+def reject_other_sampler(saved_with: str, *, accept_changes: bool) -> None:
+    """Raises for a checkpoint that was saved with another order, or warns if the change is accepted."""
+    problem = f"data.sampler: the checkpoint was saved with {saved_with}, so the order is different"
     if not accept_changes:
         raise DataError(f"{problem}. Restore what it was, or continue with --accept-changes.")
     logger.warning("%s: samples of this epoch may be repeated or omitted.", problem)

@@ -275,6 +275,7 @@ class Trainer:
         unowned = unowned_parameters(model, self.optimizers)
         self._frozen = {name: parameter for name, parameter in unowned.items() if not parameter.requires_grad}
         """The frozen parameters, which may become trainable."""
+        self._frozen_at_start = list(self._frozen)
         self._has_closures = any(each.requires_closure for each in self._updater.optimizers.values())
         self._follows_trainable = bool(self._frozen) or self._updater.sync is not None
         self._stop_signal = StopSignal(self.ranks)
@@ -296,8 +297,14 @@ class Trainer:
         periods = [config.evaluation.every_epochs, config.checkpoint.every_epochs, config.log.every_epochs]
         self._has_parts_of_epochs = any(every is not None and every % 1 != 0 for every in periods)
         """True if a period is a fraction of an epoch."""
-        self._find_epoch_ends(has_period=any(periods))
+        by_epoch = [
+            *(each.is_by_epoch for each in self._updater.torch_schedules.values()),
+            *(rule.until_epoch is not None for rule in context.freeze_rules),
+        ]
+        self._find_epoch_ends(has_period=any(periods) or any(by_epoch))
         self._keeps_optimizer_settings = False
+        self._last_changed_step = -1
+        """The last checkpoint that has other settings than this run, which were accepted; -1 without one."""
         self._has_only_weights = False
         self._has_loaded_weights = False
         """True while the model has the weights of a checkpoint, averaged or not, for an evaluation."""
@@ -652,7 +659,7 @@ class Trainer:
         for name, parameter in added.items():
             parameter.grad = None
             del self._frozen[name]
-        updater.follow_groups()
+        updater.follow_added()
         if updater.sync is not None:
             updater.sync.follow_trainable()
         if "torch._dynamo" in sys.modules:
@@ -988,6 +995,8 @@ class Trainer:
         """
         store = self.context.store
         self._keeps_optimizer_settings = keep_settings
+        if keep_settings:
+            self._last_changed_step = max(self._last_changed_step, step)
         other_stages = self._names_of_all_stages()
         with self.ranks.failing_together():
             self._has_only_weights = contents.has_only_weights(store, step)
@@ -1527,12 +1536,13 @@ class Trainer:
             self._saved_generators = training["generators"][ranks.mesh.data_rank]
 
     def _trainable_state(self) -> dict[str, Any] | None:
-        """Returns which parameters are trainable, and the base rates of their groups; a pipeline keeps them."""
+        """Returns which parameters are trainable, and the base rates of their groups; None for a pipeline."""
         if self._updater.pipeline is not None:
             return None
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         return {
             "names": names,
+            "frozen_at_start": self._frozen_at_start,
             "base_rates": {name: each.base_rates for name, each in self._updater.optimizers.items()},
         }
 
@@ -1541,17 +1551,23 @@ class Trainer:
     ) -> None:
         """Makes the parameters trainable that were so in the checkpoint, and no others."""
         parameters, names = dict(self.model.named_parameters()), set(saved["names"])
-        if names == {name for name, each in parameters.items() if each.requires_grad}:
+        groups = {name: optimizers.get(name, {}).get("groups", ()) for name in self.optimizers}
+        members = {name for each in groups.values() for group in each for name in group["params"]}
+        # One that was unfrozen and frozen again is still a member of its group.
+        joining, leaving = (names | members) & self._frozen.keys(), parameters.keys() - names
+        trainable = {name for name, each in parameters.items() if each.requires_grad}
+        if names == trainable and members == parameters.keys() - unowned_parameters(self.model, self.optimizers).keys():
             return
-        joining, leaving = names & self._frozen.keys(), parameters.keys() - names
-        if keep_settings:  # settings that are accepted, such as model.freeze, are not those of the checkpoint
+        if keep_settings:
+            joining &= set(saved["frozen_at_start"])  # others are frozen by a model.freeze that was accepted
             for name in joining:
                 parameters[name].requires_grad_(True)
             self._follow_trainable()
+            for name in joining - names:
+                parameters[name].requires_grad_(False)
             return
         for name, optimizer in self.optimizers.items():
-            groups = optimizers.get(name, {}).get("groups", ())
-            restore_members(optimizer, groups, parameters, may_join=joining, may_leave=leaving)
+            restore_members(optimizer, groups[name], parameters, may_join=joining, may_leave=leaving)
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in names)
         # One that was unfrozen after the last step of the checkpoint joins its optimizer in the next step.
@@ -1663,13 +1679,14 @@ class Trainer:
         step = ranks.broadcast(anomalies.newest_intact_before(anomaly.step) if ranks.is_first else None)
         if snapshot is not None and (step is None or snapshot.step >= step):
             parts, other_stages = snapshot.parts.to_state(), self._names_of_all_stages()
+            self._keeps_optimizer_settings = False  # the copy has the settings of this run
             contents.load_model_state(
                 parts["model"], self.model, source="the copy in memory", other_stages=other_stages
             )
             self._restore_state(parts.__getitem__, other_stages)
             self._state.restore_evaluation(snapshot.eval_logs)
         elif step is not None:
-            self.restore_checkpoint(step, keep_settings=self._keeps_optimizer_settings)
+            self.restore_checkpoint(step, keep_settings=step <= self._last_changed_step)
         else:
             raise AnomalyError(f"{anomaly.describe()} There is no earlier state to roll back to.")
         if self._saved_generators is not None:

@@ -158,8 +158,6 @@ class ScheduledOptimizer:
         self.base_rates: list[float] = []
         self.num_parameters = 0
         self.requires_closure = requires_closure(optimizer)
-        if has_eval_weights(optimizer):
-            optimizer.train()  # type: ignore[attr-defined]  # without state this changes no weight
         self.read_groups()
         self.writer: str | None = None
         """The hook that has written a rate since the schedule did."""
@@ -172,8 +170,19 @@ class ScheduledOptimizer:
         known = [*self.base_rates, *base_rates[len(self.base_rates) :]][: len(groups)]
         self.base_rates = [*known, *(float(group["lr"]) for group in groups[len(known) :])]
         self.num_parameters = sum(len(group["params"]) for group in groups)
+        if has_eval_weights(self.optimizer):  # of groups that were added; without state this changes no weight
+            self.optimizer.train()  # type: ignore[attr-defined]
         if isinstance(self.schedule, TorchSchedule):
             self.schedule.check_groups(len(groups))
+
+    def scale_added(self, num_known: int) -> None:
+        """Gives the groups after the first `num_known` the rates that the schedule has reached in the first group."""
+        groups = self.optimizer.param_groups
+        if self.schedule is None or num_known == len(groups) or not self.base_rates[0]:
+            return
+        factor = float(groups[0]["lr"]) / self.base_rates[0]
+        for group, base in zip(groups[num_known:], self.base_rates[num_known:], strict=True):
+            set_learning_rate(group, base * factor)
 
     def rate(self, step: int, max_steps: int) -> float | None:
         """Returns the first group's rate in the update that follows `step` updates; None if it depends on more."""
@@ -185,7 +194,7 @@ class ScheduledOptimizer:
         """Writes the learning rates of the update that follows `step` updates; returns the first group's."""
         if self.schedule is None:
             return self._own_rate()
-        if self._written is not None and self.is_overwritten():
+        if self.is_overwritten():
             self._warn_of_writer()
         if isinstance(self.schedule, TorchSchedule):
             self.schedule.advance(step, epoch)
@@ -201,13 +210,15 @@ class ScheduledOptimizer:
     def observe(self, logs: Mapping[str, float]) -> None:
         """Lets a schedule that follows a metric read the logs of an evaluation; it may write the learning rates."""
         if isinstance(self.schedule, TorchSchedule) and self.schedule.metric is not None:
-            if self._written is not None and self.is_overwritten():
-                self._warn_of_writer()
             self.schedule.observe(logs)
-            self._note_rates()
 
     def _note_rates(self) -> None:
-        """Notes that the schedule has written the rates; others are those of user code."""
+        """Notes that the schedule has written the rates; others are those of user code.
+
+        One that follows a metric reduces the rates that it finds, so those of user code have an effect.
+        """
+        if isinstance(self.schedule, TorchSchedule) and self.schedule.metric is not None:
+            return
         self._written = [rate_stamp(group["lr"]) for group in self.optimizer.param_groups]
 
     def is_overwritten(self) -> bool:
@@ -235,10 +246,14 @@ class ScheduledOptimizer:
     def _warn_of_writer(self) -> None:
         """Warns once of a rate that the schedule overwrites."""
         if self.writer != "":
+            effect = "the schedule overwrites in the next step"
+            if isinstance(self.schedule, TorchSchedule):  # some multiply the rate that they find
+                effect = f"{self.schedule.name} overwrites or scales"
             logger.warning(
-                "%s has written a learning rate, which the schedule overwrites in the next step. Set the schedule to "
-                "null to keep the rates that are written, or remove the write.",
+                "%s has written a learning rate, which %s. Set the schedule to null to keep the rates that are "
+                "written, or remove the write.",
                 self.writer or "Code outside of the hooks, such as train_step,",
+                effect,
             )
         self.writer = ""
 
@@ -302,6 +317,8 @@ class Updater:
         """The loss of the last `apply`."""
         self.is_repeating = False
         """True while a closure repeats a step: `apply` then only computes the gradients."""
+        self.num_repeated = 0
+        """How often a repeated step has called `apply`."""
         self.skips_updates = detector is not None and detector.skips_updates
         """True if an update may be skipped: by a policy for anomalies, or because none of its labels counts."""
         self._owned: dict[tuple[str, ...], _OwnedParameters] = {}
@@ -367,6 +384,13 @@ class Updater:
         for name, entry in self.optimizers.items():
             entry.read_groups(base_rates.get(name, ()))
             follow_groups(entry.optimizer, device_of(entry.optimizer) or torch.device("cpu"))
+
+    def follow_added(self) -> None:
+        """Called after parameters that have become trainable were added: new groups follow the schedule at once."""
+        num_known = {name: len(entry.base_rates) for name, entry in self.optimizers.items()}
+        self.follow_groups()
+        for name, entry in self.optimizers.items():
+            entry.scale_added(num_known[name])
 
     @property
     def torch_schedules(self) -> dict[str, TorchSchedule]:
@@ -462,12 +486,18 @@ class Updater:
         def closure() -> torch.Tensor:
             if known:
                 return known.pop()
-            self.is_repeating = True
+            self.is_repeating, self.num_repeated = True, 0
             try:
                 with torch.enable_grad():
                     loss: torch.Tensor = repeat()[0]
             finally:
                 self.is_repeating = False
+            if self.num_repeated != 1:
+                raise ConfigError(
+                    f"{type(optimizer).__name__} computes the loss again, but train_step calls apply "
+                    f"{self.num_repeated} times, so which loss it needs is not known. Call apply once in a step, or "
+                    "use another optimizer."
+                )
             return loss
 
         return closure
@@ -753,9 +783,15 @@ class Update:
                 if repair is not None and updater.loss_scale is None:
                     repair()
             grad_norm, factor = self._clip(gradients, factor, owned.norm)
+            metrics: dict[str, Any] = {}
+            for name, values in self._metrics.items():
+                metrics[name] = _merge_metric(values)
             if updater.is_repeating:
+                updater.num_repeated += 1
                 self._scale_gradients(names, gradients, factor)
-                return StepResult(loss, {}, grad_norm, updater.rates[names[0]])
+                for name in names if owned.has_short else ():
+                    _narrow_gradients(updater.optimizers[name].optimizer)
+                return StepResult(loss, metrics, grad_norm, updater.rates[names[0]])
             updater._last_loss = loss
             skip = False if self.has_plain_loss else self._is_empty()  # a plain loss counts samples
             if skip is not True:
@@ -766,9 +802,6 @@ class Update:
                 overflowed = ~torch.isfinite(grad_norm)
                 skip = _either(skip, overflowed)
             grad_scale = self._scale_gradients(names, gradients, factor)
-            metrics: dict[str, Any] = {}
-            for name, values in self._metrics.items():
-                metrics[name] = _merge_metric(values)
             for name in names:
                 if owned.has_short:
                     _narrow_gradients(updater.optimizers[name].optimizer)

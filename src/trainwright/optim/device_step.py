@@ -284,13 +284,13 @@ def fit_loaded_state(
                     state[key] = state[key].to(wanted)
 
 
-_KNOWN_ROOMS = ("torch.optim.", "trainwright.optim.")
+_KNOWN_PACKAGES = ("torch.optim.", "trainwright.optim.")
 
 
 def prepare_for_capture(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
     """Makes an optimizer's step one that can be recorded; returns False, and changes nothing, where it cannot be.
 
-    Every group's `lr` becomes a 0-dim tensor of its own, `capturable` is set where torch's class knows the word, and
+    Every group's `lr` becomes a 0-dim tensor of its own, `capturable` is set where torch's class has it, and
     `step` counters move to the device. It stays so over `load_state_dict`. State is still made in the first step, and
     momentum of torch's SGD in its first with a gradient: only a step after those is like the ones that follow.
     """
@@ -298,13 +298,13 @@ def prepare_for_capture(optimizer: torch.optim.Optimizer, device: torch.device) 
         return True
     if not can_be_captured(optimizer, device):
         return False
-    told: Any = optimizer
+    prepared: Any = optimizer
     # A kernel on the host reads the rate as the double that a plain number is, one on a device as a float.
     dtype = torch.float64 if reads_at_once(device) else torch.float32
-    told.captured_rates = [
+    prepared.captured_rates = [
         torch.tensor(float(group["lr"]), dtype=dtype, device=device) for group in optimizer.param_groups
     ]
-    told.was_capturable = [group.get("capturable") for group in optimizer.param_groups]
+    prepared.was_capturable = [group.get("capturable") for group in optimizer.param_groups]
     _settle(optimizer, device)
     optimizer.register_state_dict_post_hook(_save_plain_numbers)
     optimizer.register_load_state_dict_post_hook(lambda loaded: _settle(loaded, device))
@@ -313,38 +313,38 @@ def prepare_for_capture(optimizer: torch.optim.Optimizer, device: torch.device) 
 
 def follow_groups(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """Prepares groups that were added to an optimizer after `prepare_for_capture`; others are not changed."""
-    told: Any = optimizer
+    prepared: Any = optimizer
     rates = getattr(optimizer, "captured_rates", None)
     if rates is None:
         return
     for group in optimizer.param_groups[len(rates) :]:
         rates.append(torch.tensor(float(group["lr"]), dtype=rates[0].dtype, device=device))
-        told.was_capturable.append(group.get("capturable"))
-    del rates[len(optimizer.param_groups) :], told.was_capturable[len(optimizer.param_groups) :]
+        prepared.was_capturable.append(group.get("capturable"))
+    del rates[len(optimizer.param_groups) :], prepared.was_capturable[len(optimizer.param_groups) :]
     _settle(optimizer, device)
 
 
 def can_be_captured(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Does the step read its rate on the device and nothing else on the host?
+    """Returns True if the step reads its rate on the device and nothing else on the host.
 
     The fused steps of torch and all of ours do, and torch's `capturable` ones where the device has graphs. Of other
-    optimizers those whose groups say `capturable` are believed.
+    optimizers only those whose groups set `capturable` do.
     """
-    knows_capturable = has_capturable_optimizers(device)
-    is_known = f"{type(optimizer).step.__module__}.".startswith(_KNOWN_ROOMS)
+    has_capturable = has_capturable_optimizers(device)
+    is_known = f"{type(optimizer).step.__module__}.".startswith(_KNOWN_PACKAGES)
     for group in optimizer.param_groups:
         if any(parameter.device != device for parameter in group["params"]) or group.get("differentiable"):
             return False
-        says_capturable = knows_capturable and bool(group.get("capturable"))
+        sets_capturable = has_capturable and bool(group.get("capturable"))
         # torch's loops over single tensors read the rate on the host, capturable or not.
-        may_say = knows_capturable and "capturable" in group and group.get("foreach") is not False
-        if not (group.get("fused") or may_say if is_known else says_capturable):
+        can_set_capturable = has_capturable and "capturable" in group and group.get("foreach") is not False
+        if not (group.get("fused") or can_set_capturable if is_known else sets_capturable):
             return False
     return True
 
 
 def set_learning_rate(group: MutableMapping[str, Any], value: float) -> None:
-    """Writes the learning rate of the next update into a group, be it a plain number there or a tensor."""
+    """Writes the learning rate of the next update into a group, which has a plain number or a tensor."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(value)
     else:
@@ -357,20 +357,20 @@ def rate_stamp(rate: Any) -> Any:
 
 
 def sync_captured_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Takes a rate that somebody has put in the place of a group's tensor into that tensor, which a replay reads."""
-    told: Any = optimizer
-    for group, rate in zip(optimizer.param_groups, told.captured_rates, strict=True):
+    """Copies a rate that has replaced a group's tensor into that tensor, which a replay reads."""
+    prepared: Any = optimizer
+    for group, rate in zip(optimizer.param_groups, prepared.captured_rates, strict=True):
         if group["lr"] is not rate:
             rate.fill_(group["lr"])
             group["lr"] = rate
 
 
 def _settle(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Puts the tensors in the place of numbers; of loaded ones too, for a recording knows the tensors by place."""
+    """Replaces rates that are numbers, also loaded ones, by the tensors that a captured step refers to."""
     sync_captured_rates(optimizer)
-    knows_capturable = has_capturable_optimizers(device)
+    has_capturable = has_capturable_optimizers(device)
     for group in optimizer.param_groups:
-        if knows_capturable and "capturable" in group:
+        if has_capturable and "capturable" in group:
             group["capturable"] = True
         for parameter in group["params"]:
             step = optimizer.state.get(parameter, {}).get("step")
@@ -379,9 +379,9 @@ def _settle(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 
 def _save_plain_numbers(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Writes the groups as a run that records nothing would have: the packed groups are copies."""
-    told: Any = optimizer
-    for group, was_capturable in zip(state_dict["param_groups"], told.was_capturable, strict=True):
+    """Saves the groups as a run without capture does: the packed groups are copies."""
+    prepared: Any = optimizer
+    for group, was_capturable in zip(state_dict["param_groups"], prepared.was_capturable, strict=True):
         group["lr"] = float(group["lr"])
         if was_capturable is not None:
             group["capturable"] = was_capturable

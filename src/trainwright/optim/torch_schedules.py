@@ -97,7 +97,8 @@ class TorchSchedule:
             self._reject("step_on", f"must be step or epoch, got {step_on!r}.")
         if self.metric is not None and step_on is not None:
             self._reject("step_on", "has no effect: the schedule is stepped after each evaluation. Remove it.")
-        self._by_epoch = step_on == "epoch"
+        self.is_by_epoch = step_on == "epoch"
+        """True if it is stepped once per epoch."""
         self._num_steps = 0
         """How often the scheduler was stepped."""
         self._known: dict[int, tuple[int | None, float]] = {}
@@ -113,7 +114,7 @@ class TorchSchedule:
     def advance(self, step: int, epoch: int) -> None:
         """Steps the scheduler for the update that follows `step` updates, the first of which it is in `epoch`."""
         if self.metric is None:
-            wanted = epoch if self._by_epoch else step
+            wanted = epoch if self.is_by_epoch else step
             while self._num_steps < wanted:
                 self._num_steps += 1
                 self._step()
@@ -147,7 +148,7 @@ class TorchSchedule:
     def check_length(self, max_steps: int) -> None:
         """Raises if the scheduler ends before the run does: torch's OneCycleLR cannot be stepped any further."""
         total = getattr(self.scheduler, "total_steps", None)
-        if isinstance(total, int) and not self._by_epoch and total < max_steps:
+        if isinstance(total, int) and not self.is_by_epoch and total < max_steps:
             self._reject(
                 "total_steps",
                 f"{self.name} ends after {total} steps, but the run has {max_steps}, and it has no rate for further "

@@ -1,4 +1,4 @@
-"""Parameters that become trainable during a run, or stop to be: they join or leave the groups of an optimizer.
+"""Parameters that become trainable during a run, or are frozen again, and the groups of their optimizers.
 
 A parameter joins the group that it would have been in if it had been trainable from the start. One that is frozen
 during a run stays in its group: it gets no gradient, so no optimizer changes it.
