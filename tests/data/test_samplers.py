@@ -391,6 +391,11 @@ def test_passes_that_cannot_be_used_are_rejected(sampler, mentions):
         loader(sampler=sampler)
 
 
+def test_a_weight_per_class_instead_of_per_sample_is_rejected():
+    with raises(ConfigError, "data.sampler", 3, 10):
+        loader(sampler=WeightedRandomSampler([0.2, 0.3, 0.5], num_samples=10))
+
+
 def test_a_sampler_of_one_rank_is_rejected():
     class Own(Sampler):
         def __init__(self):

@@ -166,6 +166,23 @@ def test_a_misspelled_metric_is_rejected_before_the_first_step_where_the_names_a
 
 
 @pytest.mark.parametrize(
+    ("setting", "label"),
+    [
+        ("checkpoint.keep_best={metric: valid/accuracy}", "checkpoint.keep_best.mode"),
+        ("hooks=[{type: early_stopping, metric: valid/f}]", "early_stopping.mode"),
+        ("trainer.schedule={type: reduce_on_plateau, metric: valid/f}", "trainer.schedule.mode"),
+        ("checkpoint.keep_best={metric: valid/error, mode: max}", "checkpoint.keep_best.mode"),
+    ],
+)
+def test_the_wrong_mode_of_a_metric_is_rejected_before_the_first_step(tmp_path, setting, label):
+    metrics = "evaluation.metrics={f: f1, error: {type: 'torchmetrics:MeanSquaredError', num_outputs: 10}}"
+    trainer = build_trainer(load(tmp_path, *SHIPPED, metrics, setting))
+    with raises(ConfigError, label, at=setting):
+        trainer.train()
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize(
     "setting",
     [
         "checkpoint.keep_best={metric: valid/quality, mode: max}",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.messages import raises
+from tests.messages import mentions, raises
 from tests.optim.test_torch_schedules import lines_of, with_hooks
 from tests.project.parts import Net, Points
 from torch import nn
@@ -101,6 +101,11 @@ def test_freezing_until_a_step_or_an_epoch_ends_there(freeze, tmp_path):
     by_rule = train(tmp_path / "rule", f"model.freeze={freeze}")
     for name, value in weights_of(by_rule).items():
         assert torch.equal(value, weights_of(by_hook)[name])
+
+
+def test_a_limit_that_the_run_does_not_reach_is_reported(tmp_path, caplog):
+    train(tmp_path, "model.freeze={match: 'layers.0.*', until_step: 6}")
+    assert any(mentions(each.getMessage(), "model.freeze", "until_step", 6) for each in caplog.records)
 
 
 def test_a_plain_glob_keeps_what_a_limited_one_matches_too(tmp_path):

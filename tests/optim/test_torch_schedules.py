@@ -114,6 +114,15 @@ def test_a_schedule_may_be_stepped_once_per_epoch(tmp_path):
     assert rates_of(tmp_path) == pytest.approx(expected)
 
 
+def test_the_length_of_a_schedule_by_epochs_is_the_number_of_epochs(tmp_path):
+    schedule = "trainer.schedule={type: 'torch.optim.lr_scheduler:CosineAnnealingLR', step_on: epoch}"
+    train(tmp_path, schedule, "trainer.max_steps=null", "trainer.max_epochs=6")  # an epoch has two steps
+    expected, _ = rates_of_torch(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 6), every=2)
+    assert rates_of(tmp_path) == pytest.approx(expected)
+    with raises(ConfigError, "trainer.schedule", "T_max"):  # by max_steps alone it is not known
+        train(tmp_path / "steps", schedule)
+
+
 def test_the_length_of_a_schedule_is_that_of_the_run(tmp_path):
     train(tmp_path, "trainer.schedule={type: 'torch.optim.lr_scheduler:OneCycleLR', max_lr: 1.0}")
     expected, _ = rates_of_torch(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=12))

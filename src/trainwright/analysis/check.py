@@ -191,7 +191,7 @@ def _check_arguments(
     if kind == "model" and is_shipped:
         read_by_builder = ["preset"]
     if kind == "schedule" and accepts_optimizer(target):
-        provided += ["optimizer", *missing_lengths(target, arguments, max_steps=0)]
+        provided += ["optimizer", *missing_lengths(target, arguments, length=0)]
         read_by_builder = [name for name in ("step_on", "metric") if name not in signature]
     # With a placeholder for each required argument, an error is about one wrong argument alone.
     required = {one.name: None for one in parameters if one.default is one.empty and one.name not in provided}

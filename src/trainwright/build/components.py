@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
@@ -473,7 +474,11 @@ class Build:
         with warnings.catch_warnings():
             # Nested schedulers are stepped while they are built.
             warnings.filterwarnings("ignore", message=".*(lr_scheduler.step|optimizer.step)")
-            scheduler = self._scheduler(label, bare, target, optimizer, max_steps)
+            length: int | None = max_steps
+            if options.get("step_on") == "epoch":
+                max_epochs = self.config.trainer.max_epochs
+                length = None if max_epochs is None else math.ceil(max_epochs)
+            scheduler = self._scheduler(label, bare, target, optimizer, length)
         schedule = TorchSchedule(scheduler, **options, label=label, where=component.origin)
         schedule.check_length(max_steps)
         if schedule.metric is not None and not self._evaluates_repeatedly():
@@ -488,11 +493,11 @@ class Build:
         evaluation = self.config.evaluation
         return any(getattr(evaluation, name, None) is not None for name in ("every_steps", "every_epochs"))
 
-    def _scheduler(self, label: str, component: Component, target: Any, optimizer: Any, max_steps: int) -> Any:
+    def _scheduler(self, label: str, component: Component, target: Any, optimizer: Any, length: int | None) -> Any:
         """Builds a scheduler, and those that are nested in its arguments, over an optimizer."""
         if "optimizer" in component.arguments:
             raise ConfigError(f"{label}.optimizer: is the run's optimizer. Remove it.", where=component.origin)
-        lengths = missing_lengths(target, component.arguments, max_steps)
+        lengths = missing_lengths(target, component.arguments, length)
         registry.check_arguments(
             target,
             component.arguments,
@@ -512,7 +517,7 @@ class Build:
                     found = registry.find(
                         "schedule", nested.type, project_dir=self.project_dir, where=nested.origin, label=place
                     )
-                    made.append(self._scheduler(place, nested, found, optimizer, max_steps))
+                    made.append(self._scheduler(place, nested, found, optimizer, length))
                 built[name] = made if isinstance(value, list | tuple) else made[0]
             elif name in ("lr_lambda", "scale_fn") and all(isinstance(each, str) for each in entries):
                 functions = [

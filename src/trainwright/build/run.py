@@ -249,6 +249,18 @@ def _log_start(trainer: Trainer) -> None:
         num_micro_batches = batch.gradient_accumulation_steps * trainer.ranks.mesh.num_data_ranks
         sizes = f"{batch.global_batch_size} samples ({batch.micro_batch_size} × {num_micro_batches} micro-batches)"
     logger.info("%d steps of %s; run folder %s", trainer.max_steps, sizes, trainer.folder)
+    max_epochs = trainer.config.trainer.max_epochs
+    for rule in trainer.context.freeze_rules:
+        limits = {"until_step": (rule.until_step, trainer.max_steps), "until_epoch": (rule.until_epoch, max_epochs)}
+        for name, (until, end) in limits.items():
+            if until is not None and end is not None and until >= end:
+                logger.warning(
+                    "model.freeze: %s: %d is not reached, because the run ends at %g: %s stays frozen.",
+                    name,
+                    until,
+                    end,
+                    ", ".join(rule.globs),
+                )
 
 
 def _count_parameters(trainer: Trainer) -> int:

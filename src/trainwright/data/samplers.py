@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DistributedSampler, Sampler, WeightedRandomSampler
 
 from trainwright.data.order import Indices, Order, mix_seed
 from trainwright.data.randomness import preserve_generators, seed_generators
@@ -270,6 +270,11 @@ class SamplerOrder:
             raise ConfigError(
                 f"data.sampler: it must be iterable, but this is of type {type(sampler).__name__}. Use a torch Sampler "
                 "or BatchSampler."
+            )
+        if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) != size:
+            raise ConfigError(
+                f"data.sampler: WeightedRandomSampler has {len(sampler.weights)} weights, but the dataset has {size} "
+                "samples. Use one weight per sample: class_weights[labels]."
             )
         self.size = size
         self.seed = seed

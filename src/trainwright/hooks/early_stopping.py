@@ -34,7 +34,8 @@ class EarlyStopping(Hook):
     def before_train(self) -> None:
         """Stops at once if the run was stopped before."""
         if self.trainer.eval_data:  # without any set the run does not evaluate
-            self.trainer.metric_names.check(self.metric, label="early_stopping.metric", where=self._where)
+            names, label = self.trainer.metric_names, "early_stopping.metric"
+            names.check(self.metric, label=label, mode=self.mode, where=self._where)
         self._stop_if_due()
 
     def after_eval(self, logs: Mapping[str, Any]) -> None:

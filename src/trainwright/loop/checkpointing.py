@@ -49,7 +49,8 @@ class BestCheckpoint:
     def check(self, names: MetricNames) -> None:
         """Raises for a name that no evaluation gives, as far as that is known before the first one."""
         if self._policy is not None:
-            names.check(self._policy.metric, label="checkpoint.keep_best.metric", where=self._where)
+            label = "checkpoint.keep_best.metric"
+            names.check(self._policy.metric, label=label, mode=self._policy.mode, where=self._where)
 
     def update(self, step: int, logs: Mapping[str, float]) -> None:
         """Compares the logs of an evaluation; a NaN is never the best."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,6 +52,8 @@ class Accuracy:
     Takes outputs of shape [..., classes] and labels of shape [...]. `shift` is true for a causal language model, whose
     outputs predict the next label.
     """
+
+    higher_is_better: ClassVar[bool] = True
 
     def __init__(self, ignore_index: int = -100, shift: bool = False) -> None:
         self.ignore_index = ignore_index
@@ -212,11 +214,14 @@ class MetricNames:
     """The names of a set's values, without the set."""
     are_all: bool
     """False if user code (eval_step, eval_end, a forward, …) may add further names."""
+    modes: Mapping[str, str] = field(default_factory=dict)
+    """max or min, for the metrics of which it is known whether higher or lower values are better."""
 
-    def check(self, metric: str, *, label: str, where: object | None = None) -> None:
+    def check(self, metric: str, *, label: str, mode: str | None = None, where: object | None = None) -> None:
         """Raises for a name such as valid/loss that no evaluation gives; the setting `label` has it.
 
-        If user code may add names, one that resembles a known name is only a warning.
+        If user code may add names, one that resembles a known name is only a warning. Raises also if `mode` (min or
+        max) is known to be wrong for the metric.
         """
         name, slash, value = metric.partition("/")
         example = f"{self.sets[0] if self.sets else 'valid'}/loss"
@@ -228,7 +233,16 @@ class MetricNames:
         if name not in self.sets:
             problem = f"there is no evaluation set {name!r}. {suggest(name, self.sets)}"
             raise ConfigError(f"{label}: {problem} Use a set and its metric, such as {example}.", where=where)
-        if any(value == each or value.startswith(f"{each}/") for each in self.metrics):
+        found = next((each for each in self.metrics if value == each or value.startswith(f"{each}/")), None)
+        if found is not None and mode is not None and self.modes.get(found, mode) != mode:
+            better = "higher" if mode == "min" else "lower"
+            setting = label.rpartition(".")[0]
+            raise ConfigError(
+                f"{setting}.mode: is {mode}, but {better} values of {metric} are better. Set {setting}.mode: "
+                f"{self.modes[found]}.",
+                where=where,
+            )
+        if found is not None:
             return
         if self.are_all:
             known = [f"{name}/{each}" for each in self.metrics]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -40,6 +40,8 @@ def _describe(value: Any) -> str:
 
 class TorchMetric:
     """A metric of torchmetrics. Subclasses read a batch and create the object from the first one."""
+
+    higher_is_better: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.metric: Any = None
@@ -286,6 +288,8 @@ class Perplexity(TorchMetric):
     the positions that predict them (masked language models, encoder-decoder models).
     """
 
+    higher_is_better = False
+
     def __init__(self, shift: bool, ignore_index: int = -100) -> None:
         super().__init__()
         self._module = _import("text")
@@ -311,6 +315,8 @@ class MeanSquaredError(TorchMetric):
     """The mean squared error of torchmetrics; with `squared: false` its root. Outputs and labels have one shape."""
 
     _class = "MeanSquaredError"
+
+    higher_is_better = False
 
     def __init__(self, squared: bool = True) -> None:
         super().__init__()

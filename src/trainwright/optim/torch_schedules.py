@@ -130,9 +130,10 @@ class TorchSchedule:
         self._step(logs[self.metric])
 
     def check_metric(self, check: Callable[..., None]) -> None:
-        """Calls `check(name, label=…, where=…)`, which raises for a name that no evaluation gives."""
+        """Calls `check(name, label=…, mode=…, where=…)`, which raises for a name that no evaluation gives."""
         if self.metric is not None:
-            check(self.metric, label=f"{self._label}.metric", where=self._where)
+            mode = getattr(self.scheduler, "mode", "min")
+            check(self.metric, label=f"{self._label}.metric", mode=mode, where=self._where)
 
     def check_groups(self, num_groups: int) -> None:
         """Raises if the optimizer has got groups that the scheduler does not know."""
@@ -209,8 +210,10 @@ def accepts_optimizer(target: Callable[..., Any]) -> bool:
     return False
 
 
-def missing_lengths(target: Callable[..., Any], given: Mapping[str, Any], max_steps: int) -> dict[str, int]:
-    """Returns the arguments of LENGTHS that a scheduler needs and the config leaves out, as `max_steps`."""
+def missing_lengths(target: Callable[..., Any], given: Mapping[str, Any], length: int | None) -> dict[str, int]:
+    """Returns the arguments of LENGTHS that a scheduler needs and the config leaves out, as `length`; None: nothing."""
+    if length is None:
+        return {}
     parameters = inspect.signature(target).parameters
     found = {}
     for name in LENGTHS:
@@ -218,7 +221,7 @@ def missing_lengths(target: Callable[..., Any], given: Mapping[str, Any], max_st
         if parameter is None or name in given or "epochs" in given:
             continue
         if parameter.default is parameter.empty or name == "total_steps":
-            found[name] = max_steps
+            found[name] = length
     return found
 
 
