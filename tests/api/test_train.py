@@ -443,6 +443,27 @@ def test_another_number_of_the_enclosing_function_raises_but_not_a_counter():
         short(forward=scaled(2.0))
 
 
+def test_another_number_of_the_module_raises_but_not_a_counter():
+    source = """
+from torch.nn.functional import cross_entropy
+
+SMOOTHING, num_calls = 0.1, 0
+
+
+def forward(model, batch):
+    global num_calls
+    num_calls += 1
+    return cross_entropy(model(batch["x"]), batch["labels"], label_smoothing=SMOOTHING)
+"""
+    module = {}
+    exec(compile(source, "<cell>", "exec"), module)
+    short(forward=module["forward"])
+    assert short(forward=module["forward"], max_steps=4).step == 4
+    module["SMOOTHING"] = 0.5
+    with raises(CheckpointError, "forward: ", golden=False):
+        short(forward=module["forward"])
+
+
 def fold(kind, rows):
     """The rows of one fold, in one of the forms that programs use."""
     x, labels = torch.arange(48.0).view(12, 4)[rows], torch.arange(12)[rows] % 3

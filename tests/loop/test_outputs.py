@@ -148,6 +148,13 @@ def test_a_criterion_of_torch_that_cannot_compare_is_named_with_both_shapes():
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_labels_that_should_be_class_indices_are_named():
+    model = nn.Module()
+    model.criterion = nn.CrossEntropyLoss()
+    with raises(CriterionError, "CrossEntropyLoss", "[2] float32", "int64", golden=False):
+        read(LOGITS, model=model, batch={"labels": torch.tensor([0.0, 1.0])})
+
+
 def test_a_users_criterion_keeps_its_error_and_notes_what_it_got():
     class Own(nn.Module):
         def forward(self, scores, labels):

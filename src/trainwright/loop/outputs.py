@@ -319,9 +319,11 @@ def _with_criterion(
             error.add_note(f"{name} got {pair}.")
             raise
         reason = str(error).rstrip(".")
+        advice = "Let forward give outputs of the shape and the dtype that it takes, or choose another criterion."
+        if scores.ndim == labels.ndim + 1 and labels.dtype != torch.int64:
+            advice = "Class indices are int64: convert the labels of the dataset with .long()."
         raise CriterionError(
-            f"{name} cannot compare {pair}: {reason}. Let forward give outputs of the shape and the dtype that it "
-            "takes, or choose another criterion.",
+            f"{name} cannot compare {pair}: {reason}. {advice}",
             where=None if configured is None else configured.where,
         ) from error
     count = count_labels(criterion, labels) if isinstance(labels, torch.Tensor) else None

@@ -507,7 +507,7 @@ class Trainer:
             or not forward.__module__.startswith(("trainwright.", "transformers."))
         )
         metrics = (*self.known_eval_names, *(each.name for each in self.context.metrics))
-        is_higher = {name: True for name in self.known_eval_names if name == "accuracy"}
+        is_higher: dict[str, Any] = {name: True for name in self.known_eval_names if name == "accuracy"}
         is_higher |= {each.name: getattr(each.metric, "higher_is_better", None) for each in self.context.metrics}
         modes = {name: "max" if higher else "min" for name, higher in is_higher.items() if higher is not None}
         return MetricNames(tuple(self.eval_data), tuple(dict.fromkeys(metrics)), are_all=not adds_names, modes=modes)

@@ -1,7 +1,7 @@
 """Detects edits of user code between two starts of a run: a hash of a function or a class and of all that it uses.
 
 The hash covers the source of the function, or of the methods of the class, and of user functions and classes that these
-refer to by name (a loss function, a block of a model), recursively, and numbers of an enclosing function that it reads.
+refer to by name (a loss function, a block of a model), recursively, and numbers outside of it that it reads.
 Comments, docstrings and formatting do not count; neither do the values of other variables, nor code of installed
 packages. A function without source, defined by `exec`, and a lambda, whose source is a whole statement, are compared by
 their bytecode. Imports no torch.
@@ -146,11 +146,22 @@ def _closure(function: FunctionType) -> dict[str, Any]:
 
 
 def _constants(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the numbers of an enclosing function that a function reads and does not assign, such as a temperature."""
-    assigned = {each.argval for each in dis.get_instructions(function) if each.opname == "STORE_DEREF"}
-    for name, value in sorted(_closure(function).items()):
+    """Yields the numbers outside a function that it reads and does not assign, such as a temperature."""
+    used = list(_instructions(function.__code__))
+    assigned = {name for operation, name in used if operation in ("STORE_DEREF", "STORE_GLOBAL")}
+    read = {name for operation, name in used if operation == "LOAD_GLOBAL"} & function.__globals__.keys()
+    values = {**{name: function.__globals__[name] for name in read}, **_closure(function)}
+    for name, value in sorted(values.items()):
         if isinstance(value, bool | int | float) and name not in assigned:
             yield name, value
+
+
+def _instructions(code: CodeType) -> Iterator[tuple[str, Any]]:
+    """Yields the operations of a function and of those that it defines, each with its argument."""
+    yield from ((each.opname, each.argval) for each in dis.get_instructions(code))
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _instructions(constant)
 
 
 def _names(code: CodeType) -> Iterator[str]:
