@@ -177,9 +177,11 @@ def test_contrastive(port):
 
 
 @of("every_extra")
-def test_every_extra(port, monkeypatch):
+def test_every_extra(port, monkeypatch, request):
     for name in ("transformers", "datasets", "peft", "schedulefree", "torchmetrics", "wandb", "mlflow", "trackio"):
         pytest.importorskip(name)
+    # Its service would be inherited, without its threads, by processes that later tests fork.
+    request.addfinalizer(lambda: importlib.import_module("wandb").teardown())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{port}/mlruns")
     runpy.run_path("prepare.py", run_name="__main__")
