@@ -78,7 +78,11 @@ def test_the_fields_of_the_config_name_the_elements_of_any_tuple(in_tmp):
 
     trainer = {"max_steps": 1, "global_batch_size": 4, "optimizer": {"type": "sgd", "lr": 0.1}}
     fields = {"fields": ["features", "labels", "weight"]}
-    build_trainer(RunConfig.from_dict({"name": "three", "data": fields, "trainer": trainer}), Given).train()
+    given = build_trainer(RunConfig.from_dict({"name": "three", "data": fields, "trainer": trainer}), Given)
+    before = given.model.linear.weight.detach().clone()
+    given.train()
+    assert given.step == 1
+    assert not torch.equal(given.model.linear.weight, before)
 
 
 def test_one_field_names_a_sample_that_is_no_tuple(in_tmp):
@@ -97,7 +101,9 @@ def test_one_field_names_a_sample_that_is_no_tuple(in_tmp):
 
     trainer = {"max_steps": 1, "global_batch_size": 4, "optimizer": {"type": "sgd", "lr": 0.1}}
     config = RunConfig.from_dict({"name": "one", "data": {"fields": ["features"]}, "trainer": trainer})
-    build_trainer(config, Given).train()
+    given = build_trainer(config, Given)
+    given.train()
+    assert given.step == 1
 
 
 def test_pairs_without_names_are_rejected_with_the_setting(in_tmp):
