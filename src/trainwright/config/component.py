@@ -136,6 +136,7 @@ class ModelSection(Component):
         "activation_checkpointing",
         "compile_repeated_blocks",
         "offload",
+        "kernels",
         "args",
     )
 

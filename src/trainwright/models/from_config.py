@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from trainwright.models.pretrained import (
     on_meta,
 )
 from trainwright.models.pretrained_facts import PretrainedFacts, gather_facts, restore_facts
+from trainwright.models.transformers_kernels import Kernels
 from trainwright.models.transformers_models import DTYPE_NAMES, build_transformers, is_transformers_class
 from trainwright.registry import resolve as registry
 from trainwright.user_code.locations import parameters_of
@@ -189,6 +190,7 @@ def build_model_section(
     rules = _rules(reserved["replace"], origin) if "replace" in reserved else {}
     restore_generators = _save_generators()
     section, target = _find(section, project_dir)
+    kernels = _read_kernels(section, target, origin)
     component: Component = section
     dtype = _read_dtype(reserved.get("dtype"), pretrained, origin)
     if dtype is not None and pretrained is not None:
@@ -199,14 +201,14 @@ def build_model_section(
     # A user's file may draw while it is imported, which happens only once in a process.
     restore_generators()
     if pretrained is None:
-        model, facts = _build(component, target, project_dir, origin), None
+        model, facts = _build(component, target, project_dir, origin, kernels=kernels), None
         if dtype is not None:
             for parameter in model.parameters():  # buffers, such as tables of angles, keep their dtype
                 parameter.data = parameter.data.to(dtype)
     else:
         if kept is not None:
             pretrained = replace(pretrained, reader=reader or next(iter(readers), None))
-        model, facts = _build_pretrained(section, target, project_dir, pretrained, origin, kept)
+        model, facts = _build_pretrained(section, target, project_dir, pretrained, origin, kept, kernels=kernels)
         # Loading draws less than building does. What follows may keep numbers that no checkpoint has (a computed
         # buffer of a replacement), and must draw the same ones at every start.
         restore_generators()
@@ -290,12 +292,27 @@ def build_without_memory(
         return build_model_section(section, project_dir=project_dir, origin=origin, kept=kept)[0]
 
 
-def _build(section: Component, target: Any, project_dir: Path, origin: registry.OriginOf) -> nn.Module:
+def _read_kernels(section: ModelSection, target: Any, origin: registry.OriginOf) -> Kernels:
+    """Returns `model.kernels`, which only classes of transformers have."""
+    given = section.reserved.get("kernels", "fast")
+    if given not in get_args(Kernels):
+        problem = f"is {given!r}. Use one of: {', '.join(get_args(Kernels))}."
+        raise ConfigError(f"model.kernels: {problem}", where=origin("model.kernels"))
+    if "kernels" in section.reserved and not is_transformers_class(target):
+        problem = f"has no effect on {section.type}, which is not a class of transformers. Remove it."
+        raise ConfigError(f"model.kernels: {problem}", where=origin("model.kernels"))
+    kernels: Kernels = given
+    return kernels
+
+
+def _build(
+    section: Component, target: Any, project_dir: Path, origin: registry.OriginOf, *, kernels: Kernels
+) -> nn.Module:
     """Builds a model that has no pretrained weights."""
     with _located("model: ", section.origin, origin=origin, arguments=section.arguments):
         arguments = thaw(section.arguments)
         if is_transformers_class(target):
-            return build_transformers(target, arguments)[0]
+            return build_transformers(target, arguments, kernels=kernels)[0]
         if _is_shipped_kind(target) and "preset" in arguments:
             with _located("model: ", origin("model.preset")):
                 arguments = preset_settings(target, arguments.pop("preset"), **arguments)
@@ -347,6 +364,8 @@ def _build_pretrained(
     pretrained: _Pretrained,
     origin: registry.OriginOf,
     kept: PretrainedFacts | None,
+    *,
+    kernels: Kernels,
 ) -> tuple[nn.Module, PretrainedFacts]:
     """Builds a model and loads its pretrained weights, or with `kept` gives it the sizes and dtypes that it had."""
     with (
@@ -360,7 +379,9 @@ def _build_pretrained(
             raise ConfigError(f"model: {problem}", where=origin("model.preset"))
         if is_transformers_class(target) or _is_shipped_kind(target):
             config = None if kept is None else kept.config
-            model, report = _build_from_folder(target, thaw(section.arguments), pretrained, folder, config)
+            model, report = _build_from_folder(
+                target, thaw(section.arguments), pretrained, folder, config, kernels=kernels
+            )
         else:
             model, report = _instantiate(section, project_dir, origin), LoadReport((), ())
             if folder is not None:
@@ -389,6 +410,8 @@ def _build_from_folder(
     pretrained: _Pretrained,
     folder: Path | None,
     config: Mapping[str, Any] | None,
+    *,
+    kernels: Kernels,
 ) -> tuple[nn.Module, LoadReport]:
     """Builds a class that reads Hugging Face's folders: the files have the sizes, and `arguments` change them."""
     if is_transformers_class(target):
@@ -399,7 +422,8 @@ def _build_from_folder(
                 raise ConfigError(f"{name} and pretrained.dtype are the same setting. Keep one of them.")
         if pretrained.has_dtype:
             arguments["dtype"] = pretrained.dtype
-        return build_transformers(target, arguments, pretrained=folder, strict=pretrained.strict, told=config)
+        options: dict[str, Any] = {"strict": pretrained.strict, "told": config, "kernels": kernels}
+        return build_transformers(target, arguments, pretrained=folder, **options)
     every = inspect.signature(target).parameters.values()
     required = tuple(one.name for one in every if one.default is one.empty)
     registry.check_arguments(target, arguments, label="model", provided=required)

@@ -38,6 +38,7 @@ from trainwright.models.pretrained import (
     read_config_file,
     reject_integers,
 )
+from trainwright.models.transformers_kernels import Kernels, all_visible, fuse_head, use_fast_attention
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,9 @@ _LOSS_FUNCTIONS: Mapping[str, Counted] = {
 class _ForwardHook:
     """The forward pre-hook of one model; a copy of the model has a copy of it."""
 
-    def __init__(self, *, disables_cache: bool) -> None:
+    def __init__(self, *, disables_cache: bool, marks_full_rows: bool = False) -> None:
         self._disables_cache = disables_cache
+        self._marks_full_rows = marks_full_rows
         self._is_tested = False
         self.crossings: dict[str, bool | str] | None = None
         """The results of `find_crossings`, by the form of the borders; None for a model that is not sharded."""
@@ -76,7 +78,15 @@ class _ForwardHook:
         given = any(kwargs.get(name) is not None for name in ("labels", "position_ids", "document_ids"))
         if self._disables_cache and (model.training or given):
             kwargs.setdefault("use_cache", False)
+        if self._marks_full_rows and not args and all(kwargs.get(name) is None for name in _NOT_PLAIN):
+            tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+            if isinstance(tokens, Tensor) and tokens.dim() > 1:
+                kwargs["attention_mask"] = all_visible(*tokens.shape[:2], device=tokens.device)
         return args, kwargs
+
+
+_NOT_PLAIN = ("attention_mask", "position_ids", "document_ids", "past_key_values")
+"""The arguments of a batch with padding, documents or a cache."""
 
 
 def _is_square(mask: Any) -> bool:
@@ -223,6 +233,7 @@ def build_transformers(
     pretrained: Path | None = None,
     strict: bool | None = None,
     told: Mapping[str, Any] | None = None,
+    kernels: Kernels = "fast",
 ) -> tuple[nn.Module, LoadReport]:
     """Builds a model of a transformers class, with random weights or with those of a folder.
 
@@ -267,8 +278,14 @@ def build_transformers(
     if getattr(model, "loss_type", "") is None:
         # The default of transformers, which would warn: it has no loss for the name of GPT-2's class.
         model.loss_type = "ForCausalLM"
-    accepts_cache = "use_cache" in inspect.signature(model.forward).parameters
-    hook = _ForwardHook(disables_cache=accepts_cache and "use_cache" not in arguments)
+    accepted = inspect.signature(model.forward).parameters
+    is_fast = kernels == "fast" and attention is None and use_fast_attention(model)
+    if kernels == "fast":
+        fuse_head(model)
+    hook = _ForwardHook(
+        disables_cache="use_cache" in accepted and "use_cache" not in arguments,
+        marks_full_rows=is_fast and "attention_mask" in accepted,
+    )
     model.register_forward_pre_hook(hook, with_kwargs=True)
     return model, report
 

@@ -18,8 +18,10 @@ from trainwright.models.layers.document_attention import (
     attend_within_documents,
     document_borders,
     has_blocks,
+    padded_borders,
     visible_pairs,
 )
+from trainwright.models.layers.window_attention import attend_within_window, band
 
 # What a decoder's layers get: a mask [B, 1, S, S], or the borders of documents in blocks.
 Mask = Tensor | DocumentBorders
@@ -50,13 +52,21 @@ def visible_keys(attention_mask: Tensor | None, document_ids: Tensor | None) -> 
     return visible
 
 
-def decoder_mask(attention_mask: Tensor | None, document_ids: Tensor | None, *, is_whole: bool) -> Mask | None:
-    """Returns what `visible_keys` does or, where documents alone decide and blocks of them pay, their borders.
+def decoder_mask(
+    attention_mask: Tensor | None, document_ids: Tensor | None = None, *, is_whole: bool = True
+) -> Mask | None:
+    """Returns what `attention` and the layers of a decoder need to know of padding and documents, once per batch.
 
-    `is_whole` is that of the model's sequence: one that is split over ranks takes masks of all pairs only.
+    `attention_mask` [B, S] is 0 at padding; one of four dims is bool and used unchanged. `document_ids` [B, S] are
+    equal for tokens that may see each other. The result is None where causality alone decides, the borders of blocks
+    where they are faster, else a mask [B, 1, S, S]. `is_whole` is that of the model's sequence: one that is split over
+    ranks takes masks only.
     """
-    if attention_mask is None and document_ids is not None and is_whole and has_blocks(document_ids):
+    if is_whole and attention_mask is None and document_ids is not None and has_blocks(document_ids):
         return document_borders(document_ids)
+    is_padded = document_ids is None and attention_mask is not None and attention_mask.dim() == 2
+    if is_whole and is_padded and attention_mask is not None and has_blocks(attention_mask):
+        return padded_borders(attention_mask)
     return visible_keys(attention_mask, document_ids)
 
 
@@ -123,6 +133,44 @@ def attend(
     return mixed.transpose(1, 2).flatten(2)
 
 
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    mask: Mask | None = None,
+    is_causal: bool = True,
+    window: int | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Mixes values for a model of your own: queries [B, H, S, W], keys and values [B, K, S, W], H a multiple of K.
+
+    Uses the fastest kernel for the case, without repeating keys and values. `mask` is None, the result of
+    `decoder_mask(attention_mask, document_ids)`, or a tensor that broadcasts to [B, H, S, S]: bool (True: visible) or
+    numbers that are added to the scores. A mask decides alone; `is_causal` is for calls without one. `window` limits
+    causal attention to that many keys: the query's own and those before it. `dropout` is applied as given: pass 0
+    outside of training. `scale` multiplies the scores and defaults to 1 / √W.
+    """
+    enable_gqa = queries.shape[1] != keys.shape[1]
+    if window is not None and window < keys.shape[2]:
+        if not is_causal:
+            raise DataError(f"attention: window is {window}, which needs is_causal=True.")
+        if mask is None and not dropout:
+            mixed = attend_within_window(queries, keys, values, window, scale=scale)
+            if mixed is not None:
+                return mixed
+        near = band(keys.shape[2], window, device=queries.device)
+        if isinstance(mask, DocumentBorders):
+            mask = visible_pairs(mask.document_ids, mask.key_ids)
+        if mask is None or mask.dtype == torch.bool:
+            mask = near if mask is None else mask & near
+        else:
+            mask = mask.masked_fill(~near, torch.finfo(mask.dtype).min)
+    options = {"dropout": dropout, "scale": scale, "enable_gqa": enable_gqa}
+    return WholeSequence().attend(queries, keys, values, mask=mask, is_causal=is_causal and mask is None, **options)
+
+
 def needs_equal_heads(queries: Tensor) -> bool:
     """Returns True if masked attention with fewer key heads than query heads would use torch's math kernel.
 
@@ -176,7 +224,7 @@ class WholeSequence:
                 mixed = attend_within_documents(queries, keys, values, mask, scale=scale, enable_gqa=enable_gqa)
                 if mixed is not None:
                     return mixed
-            mask = visible_pairs(mask.document_ids)
+            mask = visible_pairs(mask.document_ids, mask.key_ids)
         if enable_gqa and mask is not None and needs_equal_heads(queries):
             keys, values = (each.repeat_interleave(queries.shape[1] // each.shape[1], dim=1) for each in (keys, values))
             enable_gqa = False

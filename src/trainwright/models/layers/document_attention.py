@@ -1,4 +1,4 @@
-"""Attention over documents that share a row: blocks of other documents are skipped instead of masked."""
+"""Attention in rows of several documents or with padding: blocks that no query sees are skipped instead of masked."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class DocumentBorders(NamedTuple):
     """
 
     document_ids: Tensor
-    """[B, S], equal for tokens that may see each other."""
+    """[B, S]: a query sees the keys with an id equal to its own, as far as they are not later."""
+    key_ids: Tensor
+    """[B, S]: the ids of the keys; other than `document_ids` for padding, which is a query like any other."""
     kv_num_blocks: Tensor
     """[B, 1, N] and, for the indices, [B, 1, N, N], int32; so are all that follow."""
     kv_indices: Tensor
@@ -47,32 +49,31 @@ class DocumentBorders(NamedTuple):
 
 
 def has_blocks(document_ids: Tensor) -> bool:
-    """Whether borders in blocks pay for these rows: on a GPU with a compiler for its kernels, from SHORTEST on."""
+    """Returns True if borders in blocks pay for these rows: on a GPU with Triton, from SHORTEST on."""
     device, length = document_ids.device, document_ids.shape[1]
     is_there = waits_for_memory(device) and device.index is not None  # a run that is only planned has no GPU
     return is_there and not length % BLOCK and length >= SHORTEST and has_triton()
 
 
-def document_borders(document_ids: Tensor) -> DocumentBorders:
+def document_borders(document_ids: Tensor, key_ids: Tensor | None = None) -> DocumentBorders:
     """Returns the borders of rows [B, S], S a multiple of BLOCK, in which no token sees a later one.
 
-    Any ids will do; if they rise along the row, as those of data/pack.py do, no block is looked at in vain. Waits for
-    no device.
+    Any ids will do; if they rise along the row, as those of data/pack.py do, no block is looked at in vain. `key_ids`
+    are the ids of the keys if they are not those of the queries. Waits for no device.
     """
-    # Padding (-1) stands at the end of a row: as the largest id it does not stretch the range of the last block.
-    rising = torch.where(document_ids < 0, torch.iinfo(document_ids.dtype).max, document_ids)
-    # Four dims from here on: compiled code gives a dim of one that is put in later the stride 0, and the kernel goes
-    # from row to row of the batch by just that stride.
-    blocks = rising.view(len(rising), 1, -1, BLOCK)
-    lowest, highest = blocks.amin(dim=3), blocks.amax(dim=3)  # [B, 1, N]
-    number = torch.arange(lowest.shape[2], device=document_ids.device)
-    meet = (lowest[..., :, None] <= highest[..., None, :]) & (lowest[..., None, :] <= highest[..., :, None])
+    key_ids = document_ids if key_ids is None else key_ids
+    query_lowest, query_highest = _ranges(document_ids)  # [B, 1, N]
+    key_lowest, key_highest = (query_lowest, query_highest) if key_ids is document_ids else _ranges(key_ids)
+    number = torch.arange(query_lowest.shape[2], device=document_ids.device)
+    meet = query_lowest[..., :, None] <= key_highest[..., None, :]
+    meet = meet & (key_lowest[..., None, :] <= query_highest[..., :, None])
     meet = meet & (number[:, None] >= number)  # [B, 1, N queries, N keys]
-    is_single = lowest == highest
-    full = meet & is_single[..., :, None] & is_single[..., None, :] & (number[:, None] > number)
+    is_single = (query_lowest == query_highest)[..., :, None] & (key_lowest == key_highest)[..., None, :]
+    full = meet & is_single & (number[:, None] > number)
     partial = meet & ~full
     return DocumentBorders(
         document_ids,
+        key_ids,
         *_ordered(partial),
         *_ordered(full),
         *_ordered(partial.transpose(2, 3)),
@@ -80,10 +81,27 @@ def document_borders(document_ids: Tensor) -> DocumentBorders:
     )
 
 
-def visible_pairs(document_ids: Tensor) -> Tensor:
+def _ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the lowest and the highest id of each block, [B, 1, N]."""
+    # Padding (-1) stands at the end of a row: as the largest id it does not stretch the range of the last block.
+    rising = torch.where(ids < 0, torch.iinfo(ids.dtype).max, ids)
+    # Four dims from here on: compiled code gives a dim of one that is put in later the stride 0, and the kernel goes
+    # from row to row of the batch by just that stride.
+    blocks = rising.view(len(rising), 1, -1, BLOCK)
+    return blocks.amin(dim=3), blocks.amax(dim=3)
+
+
+def padded_borders(attention_mask: Tensor) -> DocumentBorders:
+    """Returns the borders of rows [B, S] with padding (0): every query sees the keys before it that are not padding."""
+    key_ids = torch.where(attention_mask.bool(), 0, -1)
+    return document_borders(torch.zeros_like(key_ids), key_ids)
+
+
+def visible_pairs(document_ids: Tensor, key_ids: Tensor | None = None) -> Tensor:
     """Returns the mask [B, 1, S, S] of the same borders: True where a query may see a key."""
     # Padding (-1) is a document of its own: it sees itself, so no query is left without a key.
-    return (document_ids[:, None, :, None] == document_ids[:, None, None, :]).tril()
+    key_ids = document_ids if key_ids is None else key_ids
+    return (document_ids[:, None, :, None] == key_ids[:, None, None, :]).tril()
 
 
 def attend_within_documents(
@@ -108,13 +126,13 @@ def flex(
     """Calls flex attention [B, heads, S, W] with borders; for compiled code, since otherwise it holds all scores."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-    documents = borders.document_ids
+    of_queries, of_keys = borders.document_ids, borders.key_ids
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents[batch, query] == documents[batch, key])
+        return (query >= key) & (of_queries[batch, query] == of_keys[batch, key])
 
     length = queries.shape[2]
-    mask = BlockMask((length, length), *borders[1:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_visible)
+    mask = BlockMask((length, length), *borders[2:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_visible)
     mixed: Any = flex_attention(queries, keys, values, block_mask=mask, scale=scale, enable_gqa=enable_gqa)
     result: Tensor = mixed
     return result

@@ -1,0 +1,267 @@
+"""Faster kernels for models of transformers: attention without needless masks, and the head fused with the loss.
+
+`use_fast_attention` registers an attention and a mask function with transformers under the name ATTENTION and makes a
+model use them; `fuse_head` replaces the forward of a causal language model. Weights, configs and results
+stay those of the stock model, up to rounding. `model.kernels: stock` leaves both out (from_config.py).
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainwright.models.layers.attention import attention, next_tokens
+from trainwright.models.layers.document_attention import (
+    DocumentBorders,
+    document_borders,
+    has_blocks,
+    padded_borders,
+    visible_pairs,
+)
+from trainwright.models.layers.losses import fuses_loss, head_loss
+from trainwright.models.layers.window_attention import band
+
+Kernels = Literal["fast", "stock"]
+"""The values of `model.kernels`: those of this file, or transformers' own."""
+ATTENTION = "trainwright"
+"""The name of the attention function in transformers' registries."""
+
+
+class SlidingWindow(NamedTuple):
+    """The mask of rows without padding and documents in which a query sees the last `size` keys, its own included."""
+
+    size: int
+
+
+Visibility = Tensor | DocumentBorders | SlidingWindow | None
+"""What `make_mask` returns and `attend` gets; None: causality alone decides, or in an encoder nothing."""
+
+
+def use_fast_attention(model: Any) -> bool:
+    """Makes a model of transformers use the attention of this file; returns False if its attention is its own.
+
+    Only where transformers would choose `sdpa`: an `attn_implementation` that is set, and models that need `eager`,
+    stay as they are.
+    """
+    from transformers import PreTrainedModel
+
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if any(part.config._attn_implementation != "sdpa" or not part._can_set_attn_implementation() for part in parts):
+        return False
+    _register()
+    model.set_attn_implementation(ATTENTION)
+    return True
+
+
+@cache
+def _register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, make_mask)
+
+
+def all_visible(num_rows: int, length: int, device: torch.device) -> Tensor:
+    """Returns a mask [B, S] of ones for rows without padding. `make_mask` recognizes it by its strides, which are 0.
+
+    Compiled code cannot read values. Without a mask transformers looks for documents in the positions, and compiles
+    that into a mask [B, 1, S, S] even if there are none.
+    """
+    return torch.ones((), dtype=torch.bool, device=device).expand(num_rows, length)
+
+
+def make_mask(
+    *,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **arguments: Any,
+) -> Visibility:
+    """The mask function of transformers' registry: returns what `attend` needs to know, as little as possible.
+
+    Padding and documents are borders in blocks where these pay; all else is what transformers makes of it for sdpa.
+    """
+    from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
+
+    length = arguments["kv_length"]
+    if attention_mask is not None and attention_mask.stride()[-1] == 0 and attention_mask.shape[-1] == length:
+        attention_mask = None  # `all_visible`
+    if mask_function is bidirectional_mask_function and attention_mask is None and local_size is None:
+        if arguments.get("allow_is_bidirectional_skip"):
+            return None
+    elif _has_own_keys(arguments) and not arguments.get("use_vmap"):  # which announces a user's own mask function
+        window = local_size if local_size is not None and local_size < length else None
+        if arguments.get("allow_is_causal_skip"):  # no other pattern than padding and windows
+            if attention_mask is None and window is None:
+                return None
+            if attention_mask is None and window == getattr(arguments.get("config"), "sliding_window", None):
+                assert window is not None
+                return SlidingWindow(window)  # other local patterns are chunks
+            if attention_mask is not None and window is None and has_blocks(attention_mask):
+                return padded_borders(attention_mask)
+        elif mask_function.__name__ == "and_mask" and attention_mask is None and window is None:
+            documents = _documents(mask_function, arguments)
+            if has_blocks(documents):
+                return document_borders(documents)
+    mask: Tensor | None = sdpa_mask(
+        mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, **arguments
+    )
+    return mask
+
+
+def _has_own_keys(arguments: dict[str, Any]) -> bool:
+    """Returns True if queries and keys are of the same tokens, as in training; not while text is generated."""
+    # Up to 5.3 transformers passes `cache_position` instead, a tensor.
+    offsets = (arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
+    is_start = all(type(offset) is int and offset == 0 for offset in offsets)
+    return is_start and arguments.get("q_length", 1) == arguments["kv_length"] != 1
+
+
+def _documents(mask_function: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
+    """Returns the number of each token's document [B, S] from the mask function of packed rows.
+
+    A document ends where a token does not see the one before it: S values of the mask instead of S².
+    """
+    device = torch.device(arguments["device"])
+    rows = torch.arange(arguments["batch_size"], device=device)[:, None]
+    queries = torch.arange(arguments["q_length"], device=device)[None]
+    continues = mask_function(rows, torch.zeros_like(rows), queries, (queries - 1).clamp(min=0))
+    return (~continues).expand(len(rows), -1).cumsum(dim=1)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Visibility,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers' registry: [B, heads, S, W] → [B, S, heads, W]."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    # Score caps raise there, a position bias is added, a cache of pages is filled.
+    is_special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux", "cache"))
+    if is_special or (attention_mask is None and is_causal and query.shape[2] != key.shape[2]):
+        mask = _dense(attention_mask, query)
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+        return result
+    window = None
+    if isinstance(attention_mask, SlidingWindow):
+        attention_mask, window = None, attention_mask.size
+    mixed = attention(
+        query, key, value, mask=attention_mask, is_causal=is_causal, window=window, dropout=dropout, scale=scaling
+    )
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _dense(mask: Visibility, queries: Tensor) -> Tensor | None:
+    """Returns a mask of all pairs for a function that accepts no other."""
+    if isinstance(mask, SlidingWindow):
+        return band(queries.shape[2], mask.size, device=queries.device)
+    return visible_pairs(mask.document_ids, mask.key_ids) if isinstance(mask, DocumentBorders) else mask
+
+
+class FusedForward:
+    """The forward of a causal language model whose training steps compute head and loss in one, without the logits.
+
+    Every call checks that the head is a plain linear layer and the loss function the model's own (`fuses_loss`, whose
+    `wanted` it has). Otherwise, and in evaluation, the stock forward runs.
+    """
+
+    def __init__(self, model: Any, *, wanted: bool | None = None) -> None:
+        self.__signature__ = inspect.signature(model.forward)
+        self._model = model
+        self._wanted = wanted
+        self._loss_function = model.loss_function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the stock forward does or, with head and loss in one, an output whose logits are None."""
+        model = self._model
+        if args or not self._may_fuse(model, kwargs):
+            return type(model).forward(model, *args, **kwargs)
+        labels = kwargs.pop("labels")
+        kwargs.pop("logits_to_keep", None)
+        outputs = model.base_model(**kwargs)
+        return _without_logits(outputs, head_loss(model.get_output_embeddings(), outputs[0], next_tokens(labels)))
+
+    def _may_fuse(self, model: Any, kwargs: Mapping[str, Any]) -> bool:
+        if kwargs.get("labels") is None or any(kwargs.get(name) is not None for name in _OTHER_LOSSES):
+            return False
+        head, criterion = model.get_output_embeddings(), nn.CrossEntropyLoss()
+        is_usual = model.loss_function is self._loss_function and not kwargs.get("logits_to_keep")
+        parameter = next(model.parameters())
+        return is_usual and fuses_loss(self._wanted, head, criterion, parameter, training=model.training)
+
+
+_OTHER_LOSSES = ("num_items_in_batch", "shift_labels", "return_dict")
+"""Arguments that change the loss or the kind of output."""
+
+
+def fuse_head(model: Any, *, wanted: bool | None = None) -> bool:
+    """Replaces the forward of a causal language model by a `FusedForward`; returns False if it would not be equal.
+
+    Equal are models whose forward calls the body, the head and the mean loss over the next tokens, and nothing else,
+    which is read from its source.
+    """
+    caps_logits = getattr(model.config, "final_logit_softcapping", None) is not None
+    if model.base_model is model or caps_logits or not _is_plain_forward(type(model).forward):
+        return False
+    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+        return False
+    model.forward = FusedForward(model, wanted=wanted)
+    return True
+
+
+def _without_logits(outputs: Any, loss: Tensor) -> Any:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    kept = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+    return CausalLMOutputWithPast(loss=loss, logits=None, **kept)
+
+
+_CAP = "self.config.final_logit_softcapping is not None"
+_PLAIN_VALUES = {
+    "hidden_states": r"\w+\.last_hidden_state|\w+\[0\]|slice_logits_to_keep\(hidden_states, logits_to_keep\)",
+    "logits": r"self\.lm_head\(hidden_states(\[:, slice_indices, :\])?\)",
+    "loss": r"None|self\.loss_function\((logits=)?logits, (labels=)?labels, .*vocab_size, \*\*kwargs\)",
+}
+"""What a plain forward assigns to these names."""
+
+
+@cache
+def _is_plain_forward(forward: Callable[..., Any]) -> bool:
+    """Returns True if the source uses the head's logits for the mean loss over the next tokens, and changes neither."""
+    function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
+    # A cap on the logits has no effect where its setting is None, which `fuse_head` checks.
+    capped = [each for each in ast.walk(function) if isinstance(each, ast.If) and ast.unparse(each.test) == _CAP]
+    ignored = {inner for each in capped for inner in ast.walk(each)}
+    assigned: dict[str, list[str]] = {name: [] for name in (*_PLAIN_VALUES, "labels")}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node not in ignored:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for name in {ast.unparse(target) for target in targets} & assigned.keys():
+                is_whole = not isinstance(node, ast.AugAssign) and node.value is not None
+                assigned[name].append(ast.unparse(node.value) if is_whole and node.value else "")
+    is_plain = all(
+        values and all(re.fullmatch(_PLAIN_VALUES[name], value) for value in values)
+        for name, values in assigned.items()
+        if name != "labels"
+    )
+    return is_plain and not assigned["labels"] and len(assigned["logits"]) == 1 and len(assigned["loss"]) == 2
