@@ -93,7 +93,7 @@ def test_activations_grow_with_the_micro_batch():
 
 
 def test_half_precision_is_counted():
-    full, half = plan(), plan(runtime__precision="bf16")
+    full, half = plan(runtime__precision="fp32"), plan(runtime__precision="bf16")
     assert half.most[kinds.ACTIVATIONS] < full.most[kinds.ACTIVATIONS]
 
 
@@ -110,7 +110,7 @@ def test_what_fits_keeps_some_room():
 def test_what_is_not_counted_is_a_remark():
     found = plan(trainer__micro_batch_size="auto", trainer__global_batch_size=4, runtime__mode="compile")
     assert found.micro_batch_size == 4
-    assert [remark.split()[0] for remark in found.remarks] == ["micro_batch_size", "Counted"]
+    assert [remark.split()[0] for remark in found.remarks] == ["micro_batch_size", "runtime.precision", "Counted"]
     assert MODEL["num_layers"] == 2
 
 

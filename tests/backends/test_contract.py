@@ -60,6 +60,16 @@ def autocast(backend, folder):
         assert linear(inputs).dtype == torch.float32
 
 
+def choose_precision(backend, folder):
+    assert backend.choose_precision() in ("fp32", "bf16")
+    assert (backend.choose_precision() == "fp32") >= (backend.device.type == "cpu")
+
+
+def supports_precision(backend, folder):
+    assert backend.supports_precision("fp32")
+    assert backend.supports_precision(backend.choose_precision())
+
+
 def to_device(backend, folder):
     batches = [{"x": torch.full((3,), number), "name": str(number)} for number in range(4)]
     handed = list(backend.to_device(iter(batches)))
@@ -133,6 +143,8 @@ VERBS = {
             claim,
             repeat_bits,
             seed,
+            choose_precision,
+            supports_precision,
             autocast,
             to_device,
             warming_up,

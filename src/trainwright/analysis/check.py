@@ -38,6 +38,7 @@ from trainwright.analysis.findings import (
     message_finding,
 )
 from trainwright.analysis.unsaved_state import RepeatedStep, find_unsaved, outcome_of
+from trainwright.backends import expected_precision
 from trainwright.build.components import Build
 from trainwright.build.data import describe_size, limits, may_make_batches
 from trainwright.build.run import build_trainer, sets_of
@@ -493,7 +494,7 @@ def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
                 buffer.copy_(buffers[name])
         for module, mode in modes.items():
             module.training = mode
-    tolerance = 1e-3 if case.config.runtime.precision == "fp32" else 0.05
+    tolerance = 1e-3 if trainer.config.runtime.precision == "fp32" else 0.05
     is_random = _distance(whole, again) > tolerance
     is_sum = bool(abs(split[0] / whole[0] - 0.5) < 0.1 and abs(again[0] / whole[0] - 1) < 0.1)
     if is_random and not is_sum:
@@ -693,12 +694,14 @@ def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path, *, ma
         "trainer.micro_batch_size": micro,
         "trainer.gradient_accumulation_steps": None,
     }
+    is_automatic = config.runtime.precision == "auto"
     return config.derive(
         {
             "output_dir": str(folder),
             "runtime.device": "cpu",
             "runtime.mode": "eager",
             "runtime.mesh": {},
+            **({"runtime.precision": expected_precision(config.runtime.device)} if is_automatic else {}),
             **({} if plan is not None and plan.varies else sizes),
             "data.num_workers": 0,
             "data.loader": {},

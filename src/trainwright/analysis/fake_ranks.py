@@ -204,6 +204,13 @@ def imagine(
         )
 
 
+def planned_precision(config: RunConfig) -> str:
+    """Returns the precision of the run on the device that it is planned for: a GPU, unless `runtime.device` is cpu."""
+    if config.runtime.precision != "auto":
+        return config.runtime.precision
+    return "fp32" if config.runtime.device.startswith("cpu") else "bf16"
+
+
 def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, *, has_data: bool) -> RunConfig:
     """Returns the run's config for steps alone, with a few micro-batches at most."""
     # The first has no gradients to add to, the last reduces them, and a pipeline needs one for each stage.
@@ -228,6 +235,8 @@ def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, 
         "checkpoint": {},
         "writers": [],
     }
+    if config.runtime.precision == "auto":
+        changes["runtime.precision"] = planned_precision(config)
     if not has_data:
         changes["data"] = {}
     if config.model is not None and "compile_repeated_blocks" in config.model:

@@ -207,6 +207,7 @@ def _reject_other_arguments(
         "trainer.micro_batch_size": own.trainer.micro_batch_size,
         "evaluation.every_steps": own.evaluation.every_steps,  # None for train_and_post_eval
         "evaluation.every_epochs": own.evaluation.every_epochs,
+        "runtime.precision": own.runtime.precision if config.runtime.precision == "auto" else config.runtime.precision,
         "name": config.name if trainer.ranks.is_first else own.name,  # chosen by the first rank
     }
     config = recorded(config, type(trainer)) if recorded(own, type(trainer)) == own else config

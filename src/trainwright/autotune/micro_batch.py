@@ -183,6 +183,8 @@ def find_on_ranks(
             raise TrainwrightError(f"{label}: the trial failed on rank {rank}. {text}")
     fitting = [each for each, _ in answers if each is not None]
     if len(fitting) < len(answers):
+        if smallest.runtime.precision == "auto":
+            smallest = smallest.derive({"runtime.precision": backend.choose_precision()})
         advice = "".join(f"\n  - {each}" for each in advice_for(smallest))
         raise OutOfMemory(
             f"{label}: {problem} into the memory of {backend.describe()}, of which {HEADROOM:.0%} stays free. What "

@@ -135,6 +135,14 @@ class Backend:
         """Seeds torch's generators. `torch.manual_seed` visits every device type and costs 200 times more."""
         torch.default_generator.manual_seed(value)
 
+    def choose_precision(self) -> str:
+        """Returns the `runtime.precision` that `auto` stands for on this device."""
+        return "fp32"
+
+    def supports_precision(self, precision: str) -> bool:
+        """Returns True if a forward of this precision runs on this device without emulation."""
+        return True
+
     def autocast(self, precision: str, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
         """Returns the context in which a forward of this precision runs.
 
@@ -333,6 +341,14 @@ def pick_backend(setting: str, *, local_rank: int = 0, where: object | None = No
     from trainwright.backends.cuda import CudaBackend
 
     return CudaBackend(torch.device("cuda", number))
+
+
+def expected_precision(setting: str) -> str:
+    """Returns what `runtime.precision: auto` stands for on a `runtime.device`; bf16 for one that is not here."""
+    try:
+        return pick_backend(setting).choose_precision()
+    except ConfigError:
+        return "bf16"
 
 
 def _reject_absent_tpu(label: str, *, where: object | None = None) -> None:

@@ -99,6 +99,17 @@ class CudaBackend(Backend):
         torch.default_generator.manual_seed(value)
         torch.cuda.default_generators[self.device.index].manual_seed(value)
 
+    def choose_precision(self) -> str:
+        """Returns bf16 if the device multiplies in it, otherwise fp32; never fp16, whose loss scale can skip updates."""
+        return "bf16" if self.supports_precision("bf16") else "fp32"
+
+    def supports_precision(self, precision: str) -> bool:
+        """Returns False for bf16 on NVIDIA GPUs before compute capability 8.0, which torch emulates slowly."""
+        return precision != "bf16" or torch.version.hip is not None or self._capability() >= (8, 0)
+
+    def _capability(self) -> tuple[int, int]:
+        return torch.cuda.get_device_capability(self.device)
+
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Copies on a separate stream, one batch ahead, so that the copy overlaps with computation."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

@@ -38,6 +38,14 @@ class TpuBackend(Backend):
         torch.default_generator.manual_seed(value)
         _module().manual_seed(value)
 
+    def choose_precision(self) -> str:
+        """Returns bf16, in which a TPU multiplies."""
+        return "bf16"
+
+    def supports_precision(self, precision: str) -> bool:
+        """Returns False for fp16."""
+        return precision != "fp16"
+
     def autocast(self, precision: str, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
         """Returns the context of a forward; rejects fp16, because a TPU computes in bfloat16."""
         if precision == "fp16":

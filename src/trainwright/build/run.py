@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -191,6 +192,7 @@ def _build_trainer(
     run_folders.reject_reserved(config)
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
+    config = config if fresh else _keep_precision(config, folder, backend, ranks)
     kept = None if fresh else _kept_facts(config, folder, ranks)
     referenced = {} if fresh else _referenced_weights(config, folder, ranks)
 
@@ -283,6 +285,7 @@ def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = Non
     """Builds a trainer without training data, for `evaluate()`; loads no checkpoint and writes no file."""
     config, backend, ranks = _join(config)
     folder = run_folders.run_folder(config)
+    config = _keep_precision(config, folder, backend, ranks)
     kept, referenced = _kept_facts(config, folder, ranks), _referenced_weights(config, folder, ranks)
     return assemble(
         config, trainer_class, backend, ranks, folder, kept=kept, referenced=referenced, for_training=False
@@ -373,6 +376,7 @@ def assemble(
     task = trainer_class.build_task(build)
     build.take_task(task)
     parallelized = _build_model(trainer_class, task, build, backend, ranks)
+    config = build.config
     makes_batches = may_make_batches(trainer_class, config)
     batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training, makes_batches=makes_batches)
     collator = build.name_fields(trainer_class.build_collator(build), trainer_class, parallelized.model)
@@ -435,6 +439,7 @@ def _build_model(
     """Builds the model, on every rank or on the first for all, shards it and moves it to the device."""
     model = trainer_class.build_model(build)
     build.take_model(model)
+    build.config = _with_precision(build.config, model, backend, ranks)
     if ranks.mesh.size("pipeline") > 1:
         reject_own_steps(trainer_class, task, model, build.config, ranks.mesh)
     parallelized = parallelize_model(
@@ -444,6 +449,52 @@ def _build_model(
     # draws none. Objects that are built next must not depend on that.
     _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
     return parallelized
+
+
+def _with_precision(config: RunConfig, model: torch.nn.Module, backend: Backend, ranks: Ranks) -> RunConfig:
+    """Returns the config with a precision instead of `auto`, the same on every rank: bf16 if all devices choose it.
+
+    Weights in fp64 or fp16 are computed with as they are, which is what fp32 means: no autocast.
+    """
+    if config.runtime.precision != "auto":
+        return config
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    may_autocast = not sizes or sizes.most_common(1)[0][0] in (torch.float32, torch.bfloat16)
+    choices = set(ranks.gather(backend.choose_precision() if may_autocast else "fp32"))
+    return config.derive({"runtime.precision": choices.pop() if len(choices) == 1 else "fp32"})
+
+
+def _keep_precision(config: RunConfig, folder: Path, backend: Backend, ranks: Ranks) -> RunConfig:
+    """Returns the config with the precision of the run in this folder instead of `auto`, if that has checkpoints.
+
+    Raises if the device does not support it: in another precision the run would not continue as it began.
+    """
+    if config.runtime.precision != "auto":
+        return config
+
+    def read() -> tuple[str, str] | None:
+        saved = run_folders.read_config(folder)
+        if saved is None or not open_store(checkpoints_location(folder, config)).steps():
+            return None
+        return saved.runtime.precision, run_folders.read_device(folder)
+
+    found = _on_first_rank(ranks, read)
+    if found is None:
+        return config
+    precision, device = found
+    if not all(ranks.gather(backend.supports_precision(precision))):
+        raise ConfigError(
+            f"runtime.precision: auto keeps the precision of a run, which is {precision} in {folder} (on {device}), but "
+            f"{backend.describe()} does not support it. Resume on another device, or set runtime.precision: "
+            f"{backend.choose_precision()} and use --accept-changes.",
+            where=config.origin("runtime.precision"),
+        )
+    if precision != backend.choose_precision():
+        logger.info("runtime.precision: auto: %s, as in the earlier start of this run", precision)
+    return config.derive({"runtime.precision": precision})
 
 
 def _base_weights(

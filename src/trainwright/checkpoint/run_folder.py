@@ -32,6 +32,7 @@ OLD = ".old"
 """The suffix of a folder that --fresh has replaced."""
 _TRAINER = "trainer"  # in environment.json; absent if the config names the trainer
 _RUN_ID = "run_id"
+_DEVICE = "device"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
@@ -164,7 +165,7 @@ def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str 
         "platform": platform.platform(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
-        "device": device,
+        _DEVICE: device,
         "byteorder": sys.byteorder,
     }
     if trainer is not None:
@@ -215,6 +216,11 @@ def read_config(folder: Path, *, trust: bool = False) -> RunConfig | None:
 def read_trainer(folder: Path) -> str | None:
     """Returns the class that trained a run, or None if it is the one that its config names."""
     return _read_environment(folder).get(_TRAINER)
+
+
+def read_device(folder: Path) -> str:
+    """Returns the device on which a run was last started."""
+    return _read_environment(folder).get(_DEVICE, "an unknown device")
 
 
 def find_run(run_or_checkpoint: Path, *, where: object | None = None) -> tuple[Path, int | None]:

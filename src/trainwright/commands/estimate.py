@@ -62,6 +62,8 @@ def read_size(text: str) -> int:
 
 def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
     """Returns settings that reduce the memory and that the run does not use yet."""
+    from trainwright.analysis.fake_ranks import planned_precision
+
     found = []
     if config.model is not None and "activation_checkpointing" not in config.model.reserved:
         found.append("recompute layers (model.activation_checkpointing)")
@@ -69,7 +71,8 @@ def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
         found.append("split the model instead of copying it (runtime.mesh: {fsdp: -1})")
     else:
         found.append("more data ranks (--world, with runtime.mesh: {fsdp: -1})")
-    if config.runtime.precision == "bf16" and config.runtime.gather_precision != "bf16" and axes.get("fsdp", 1) > 1:
+    is_bf16 = planned_precision(config) == "bf16"
+    if is_bf16 and config.runtime.gather_precision != "bf16" and axes.get("fsdp", 1) > 1:
         found.append("gather weights as bf16 (runtime.gather_precision: bf16)")
     if axes.get("tensor", 1) == 1:
         found.append("split layers too (runtime.mesh.tensor, within one machine)")

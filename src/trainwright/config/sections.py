@@ -498,8 +498,10 @@ class RuntimeSection(Section):
 
     device: Annotated[str, Field(min_length=1)] = "auto"
     """auto, cpu, cuda or tpu; auto: the fastest one that is available."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The autocast dtype of the forward; parameters are fp32 unless model.dtype is set."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """The autocast dtype of the forward; parameters are fp32 unless model.dtype is set. auto: bf16 on GPUs from compute
+    capability 8.0 and on TPUs, fp32 on CPUs and older GPUs; the run folder records the choice, which a resumed run
+    keeps."""
     mode: Literal["eager", "compile", "graph"] = "eager"
     """How a step is executed; the result is the same in each mode."""
     compile_backend: Annotated[str, Field(min_length=1)] | None = None
