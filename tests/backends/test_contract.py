@@ -70,6 +70,13 @@ def supports_precision(backend, folder):
     assert backend.supports_precision(backend.choose_precision())
 
 
+def float32_products(backend, folder):
+    before = torch.get_float32_matmul_precision()
+    with backend.float32_products(tf32=True):
+        assert torch.ones(2, 2, device=backend.device).mm(torch.eye(2, device=backend.device)).sum().item() == 4
+    assert torch.get_float32_matmul_precision() == before
+
+
 def to_device(backend, folder):
     batches = [{"x": torch.full((3,), number), "name": str(number)} for number in range(4)]
     handed = list(backend.to_device(iter(batches)))
@@ -146,6 +153,7 @@ VERBS = {
             choose_precision,
             supports_precision,
             autocast,
+            float32_products,
             to_device,
             warming_up,
             record,

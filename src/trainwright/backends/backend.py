@@ -153,6 +153,10 @@ class Backend:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=AUTOCAST_DTYPES[precision], cache_enabled=keeps_casts)
 
+    def float32_products(self, *, tf32: bool) -> AbstractContextManager[None]:
+        """Returns a context in which fp32 products use TF32 or full fp32, if the device has both."""
+        return nullcontext()
+
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns the batches on the device; if copies can overlap with computation, one batch ahead."""
         return batches

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -100,12 +101,34 @@ class CudaBackend(Backend):
         torch.cuda.default_generators[self.device.index].manual_seed(value)
 
     def choose_precision(self) -> str:
-        """Returns bf16 if the device multiplies in it, otherwise fp32; never fp16, whose loss scale can skip updates."""
+        """Returns bf16 if the device multiplies in it, otherwise fp32; never fp16, which needs a loss scale."""
         return "bf16" if self.supports_precision("bf16") else "fp32"
 
     def supports_precision(self, precision: str) -> bool:
         """Returns False for bf16 on NVIDIA GPUs before compute capability 8.0, which torch emulates slowly."""
         return precision != "bf16" or torch.version.hip is not None or self._capability() >= (8, 0)
+
+    @contextmanager
+    def float32_products(self, *, tf32: bool) -> Iterator[None]:
+        """Sets torch's precision of fp32 matrix products and convolutions, and restores it afterwards.
+
+        Uses torch's older functions, which also set the newer `fp32_precision`. After the newer ones alone, code that
+        reads the older ones, such as torch's compiler, would raise.
+        """
+        cudnn, newer = torch.backends.cudnn, _float32_settings()
+        with _without_tf32_warnings():
+            before = [each.fp32_precision for each in newer]
+            older = _read(torch.get_float32_matmul_precision, "highest"), _read(lambda: cudnn.allow_tf32, True)
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            cudnn.allow_tf32 = tf32
+        try:
+            yield
+        finally:
+            with _without_tf32_warnings():
+                torch.set_float32_matmul_precision(older[0])
+                cudnn.allow_tf32 = older[1]
+                for each, value in zip(newer, before, strict=True):
+                    each.fp32_precision = value
 
     def _capability(self) -> tuple[int, int]:
         return torch.cuda.get_device_capability(self.device)
@@ -210,6 +233,28 @@ class CudaBackend(Backend):
         # Otherwise the allocator could reuse a batch's memory on the copy stream while it is still in use.
         _map_tensors(lambda tensor: tensor.record_stream(current), batch)
         return batch
+
+
+def _float32_settings() -> list[Any]:
+    """Returns the objects whose `fp32_precision` torch's older functions change too."""
+    backends: Any = torch.backends
+    return [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+
+
+def _read(read: Callable[[], Any], default: Any) -> Any:
+    """Returns an older setting, or its default if the user has set the newer one, after which torch raises."""
+    try:
+        return read()
+    except RuntimeError:
+        return default
+
+
+@contextmanager
+def _without_tf32_warnings() -> Iterator[None]:
+    """Silences the warning of some versions of torch that its older functions will be removed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Please use the new API settings", category=UserWarning)
+        yield
 
 
 def _map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:

@@ -487,8 +487,8 @@ def _keep_precision(config: RunConfig, folder: Path, backend: Backend, ranks: Ra
     precision, device = found
     if not all(ranks.gather(backend.supports_precision(precision))):
         raise ConfigError(
-            f"runtime.precision: auto keeps the precision of a run, which is {precision} in {folder} (on {device}), but "
-            f"{backend.describe()} does not support it. Resume on another device, or set runtime.precision: "
+            f"runtime.precision: auto keeps the precision of a run, which is {precision} in {folder} (on {device}), "
+            f"but {backend.describe()} does not support it. Resume on another device, or set runtime.precision: "
             f"{backend.choose_precision()} and use --accept-changes.",
             where=config.origin("runtime.precision"),
         )

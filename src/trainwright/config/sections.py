@@ -502,6 +502,9 @@ class RuntimeSection(Section):
     """The autocast dtype of the forward; parameters are fp32 unless model.dtype is set. auto: bf16 on GPUs from compute
     capability 8.0 and on TPUs, fp32 on CPUs and older GPUs; the run folder records the choice, which a resumed run
     keeps."""
+    tf32: bool = True
+    """Whether products of fp32 matrices and fp32 convolutions use TF32 on a GPU: 10 instead of 23 bits of the factors,
+    several times faster. Set for the run and restored afterwards; without effect on other devices."""
     mode: Literal["eager", "compile", "graph"] = "eager"
     """How a step is executed; the result is the same in each mode."""
     compile_backend: Annotated[str, Field(min_length=1)] | None = None

@@ -157,8 +157,8 @@ def _rounds_float32() -> bool:
     """Returns True if torch multiplies fp32 matrices as tf32."""
     try:
         return bool(torch.get_float32_matmul_precision() != "highest")
-    except RuntimeError:  # set by torch's newer settings, which this function does not read
-        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # set by torch's newer setting, which this function does not read
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 Shape = Sequence[int]

@@ -879,7 +879,8 @@ class Trainer:
     def evaluate_sets(self, sets: Mapping[str, EvaluationData], *, with_hooks: bool = True) -> dict[str, float]:
         """Evaluates some sets and returns their logs."""
         hooks = self._hook_calls if with_hooks else HookCalls([])
-        return self._evaluator.evaluate(sets, hooks, averaged=self._weights_to_evaluate(hooks))
+        with self.backend.float32_products(tf32=self.config.runtime.tf32):
+            return self._evaluator.evaluate(sets, hooks, averaged=self._weights_to_evaluate(hooks))
 
     def save(self) -> Path | RemotePath:
         """Saves a checkpoint of this step, on every rank, and returns its folder.
@@ -1067,7 +1068,8 @@ class Trainer:
     def _running(self) -> Iterator[None]:
         """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
         hooks, lock = self._hook_calls, FolderLock(self.folder, enabled=self.ranks.is_first)
-        with run_log() as open_logs, outlive_console(), lock, self.storage, self._garbage:
+        products = self.backend.float32_products(tf32=self.config.runtime.tf32)
+        with run_log() as open_logs, outlive_console(), lock, self.storage, self._garbage, products:
             open_logs(*self.log_files)
             try:
                 if self.eval_data:
