@@ -108,6 +108,12 @@ TABLE = {
     ),
     **names("torch.compiler has neither this setting nor one like it.", "torch._dynamo"),
     **names(
+        "torch.compile documents it as the list of its options.",
+        "torch._inductor",
+        "torch._inductor.list_options",
+        files=("compile/regions.py",),
+    ),
+    **names(
         "torch.compiler has neither this setting nor one like it.",
         "torch._dynamo.config.patch",
         files=(SHARED, "compile/regions.py"),

@@ -101,6 +101,13 @@ def test_a_check_works_in_every_mode(check, mode):
     assert check(f"runtime.mode={mode}").is_ok
 
 
+def test_settings_of_the_compiler_are_checked_and_the_steps_run_without_it(check):
+    compiled = ("runtime.mode=compile", "runtime.compile_memory_budget=0.5", "runtime.max_graph_breaks=3")
+    assert check(*compiled, "runtime.compile_options={max_autotune: true}").is_ok
+    report = check(*compiled, "runtime.compile_options={max_autotun: true}")
+    assert [location for location, _ in errors_of(report)] == ["override runtime.compile_options={max_autotun: true}"]
+
+
 def test_workers_mesh_device_and_precision_are_tried_on_one_cpu(check):
     report = check("data.num_workers=2", "runtime={device: cuda, precision: bf16, mesh: {replicate: 2}}")
     assert report.is_ok

@@ -57,7 +57,7 @@ def settle(tmp_path):
         "model: {type: parts.py:Stack, activation_checkpointing: {layers: [Wide], budget: auto}}\n"
         "data: {train: {type: parts.py:Rows}}\n"
         "trainer: {max_steps: 2, global_batch_size: 2, micro_batch_size: 2, optimizer: {type: adamw, lr: 1e-3}}\n"
-        "runtime: {device: cuda}\n"
+        "runtime: {device: cuda, precision: fp32}\n"
     )
     config, backend = RunConfig.load(tmp_path / "run.yaml"), pick_backend("cuda")
 

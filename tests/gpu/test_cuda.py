@@ -14,7 +14,8 @@ PROJECT = Path(__file__).parents[1] / "project"
 
 
 def load(tmp_path, *overrides):
-    return RunConfig.load(PROJECT / "run.yaml", [f"output_dir={tmp_path}", "runtime.device=cuda", *overrides])
+    exact = "runtime={device: cuda, precision: fp32, tf32: false}"
+    return RunConfig.load(PROJECT / "run.yaml", [f"output_dir={tmp_path}", exact, *overrides])
 
 
 class NoWaits(Hook):

@@ -25,7 +25,7 @@ def _without_batch_norm(monkeypatch):
 
 
 def train(folder, mode, kind=on_cpu.Base, *, backend="aot_eager", precision="fp32", **sections):
-    runtime = {"mode": mode, "device": "cuda", "precision": precision}
+    runtime = {"mode": mode, "device": "cuda", "precision": precision, "tf32": False}
     if mode != "eager":
         runtime["compile_backend"] = backend
     trainer = build_trainer(on_cpu.config_of(folder / mode, mode, runtime=runtime, **sections), kind)

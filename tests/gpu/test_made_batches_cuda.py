@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def train(folder, kind, *overrides):
-    trainer = build_trainer(on_cpu.config_of(folder, "runtime.device=cuda", *overrides), kind)
+    exact = "runtime={device: cuda, precision: fp32, tf32: false}"
+    trainer = build_trainer(on_cpu.config_of(folder, exact, *overrides), kind)
     trainer.train()
     return trainer
 

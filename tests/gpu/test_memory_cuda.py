@@ -60,7 +60,7 @@ class WideTrainer(Trainer):
 def config(tmp_path, micro, **more):
     trainer = {"max_steps": 3, "global_batch_size": 256, "micro_batch_size": micro}
     trainer["optimizer"] = {"type": "adamw", "lr": 0.1}
-    runtime = {"device": "cuda"}
+    runtime = {"device": "cuda", "precision": "fp32"}
     return RunConfig.from_dict(
         {"name": "wide", "output_dir": str(tmp_path), "trainer": trainer, "runtime": runtime, "writers": [], **more}
     )

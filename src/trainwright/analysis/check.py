@@ -43,6 +43,7 @@ from trainwright.build.components import Build
 from trainwright.build.data import describe_size, limits, may_make_batches
 from trainwright.build.run import build_trainer, sets_of
 from trainwright.compile.host_sync import HostSyncMode, Sighting, watching
+from trainwright.compile.regions import EAGER, check_mode
 from trainwright.compile.reports import Compilations, listening
 from trainwright.config import BatchPlan, Origin, RunConfig, known_data_ranks, resolve_batch
 from trainwright.data.collators import plain_mappings
@@ -634,6 +635,10 @@ def assemble(case: Case, folder: Path) -> Assembly:
     """Builds the trial and notes everything that fails."""
     plan, makes_batches = None, False
     try:
+        check_mode(case.config, {})
+    except ConfigError as error:
+        case.note(error, label="runtime.mode")
+    try:
         makes_batches = may_make_batches(Build(case.config).trainer_class(), case.config)
         plan = resolve_batch(case.config, known_data_ranks(case.config), makes_batches=makes_batches)
     except Exception as error:
@@ -699,7 +704,7 @@ def _trial_config(config: RunConfig, plan: BatchPlan | None, folder: Path, *, ma
         {
             "output_dir": str(folder),
             "runtime.device": "cpu",
-            "runtime.mode": "eager",
+            **EAGER,
             "runtime.mesh": {},
             **({"runtime.precision": expected_precision(config.runtime.device)} if is_automatic else {}),
             **({} if plan is not None and plan.varies else sizes),

@@ -32,6 +32,7 @@ from trainwright.build.components import MIN_REFERENCED_SHARE, Build
 from trainwright.build.data import may_make_batches
 from trainwright.build.parallelize import plan_of
 from trainwright.build.run import assemble
+from trainwright.compile.regions import EAGER
 from trainwright.config import BatchPlan, RunConfig, resolve_batch, resolve_mesh
 from trainwright.data.collators.stack import Stack
 from trainwright.data.loader import MadeBatches
@@ -225,7 +226,7 @@ def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, 
     changes: dict[str, Any] = {
         "output_dir": str(folder),
         "runtime.device": "cpu",
-        "runtime.mode": "eager",
+        **EAGER,
         **({} if plan.varies else sizes),
         "data.num_workers": 0,
         "data.loader": {},

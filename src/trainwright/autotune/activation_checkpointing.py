@@ -19,6 +19,7 @@ from trainwright.autotune.micro_batch import (
     trial_steps,
 )
 from trainwright.backends import Backend
+from trainwright.compile.regions import EAGER
 from trainwright.config import RunConfig, resolve_batch
 from trainwright.errors import ConfigError
 from trainwright.loop.trainer import Trainer
@@ -79,9 +80,7 @@ def settle_activation_checkpointing(
             "trainer.global_batch_size": rank_batch_size,
             "trainer.micro_batch_size": plan.micro_batch_size,
             "model.activation_checkpointing": without_auto(given),
-            "runtime.mode": "eager",
-            "runtime.compile_backend": None,
-            "runtime.max_graph_breaks": None,
+            **EAGER,
             **TRIAL_DATA,
         }
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainwright.checkpoint.encoding import fill
+from trainwright.compile.regions import compile_arguments
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
 from trainwright.loop.task import Task
@@ -139,7 +140,13 @@ def _split(
     if memory:
         from trainwright.memory.rewrite import apply_memory_settings
 
-        apply_memory_settings(model, memory, origin=config.origin, is_whole=mesh.size("pipeline") == 1)
+        apply_memory_settings(
+            model,
+            memory,
+            origin=config.origin,
+            is_whole=mesh.size("pipeline") == 1,
+            compile_arguments=compile_arguments(config),
+        )
     sync = None
     if mesh.size("fsdp", "context") > 1:
         from trainwright.parallel.fully_shard import shard_parameters

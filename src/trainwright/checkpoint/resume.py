@@ -26,8 +26,8 @@ FREE_SETTINGS = (
     *("trainer.micro_batch_size", "trainer.gradient_accumulation_steps"),
     *("model.sharding", "model.activation_checkpointing", "model.compile_repeated_blocks", "model.offload"),
     *("runtime.mesh", "runtime.reshard_after_forward", "runtime.accumulate_unsharded", "runtime.mode"),
-    *("runtime.compile_backend", "runtime.compile_memory_budget", "runtime.deterministic"),
-    *("runtime.max_graph_breaks", "runtime.device"),
+    *("runtime.compile_backend", "runtime.compile_mode", "runtime.compile_options", "runtime.compile_memory_budget"),
+    *("runtime.deterministic", "runtime.max_graph_breaks", "runtime.device"),
 )
 """Settings, with all below them, that do not affect the losses and weights of further updates."""
 

@@ -26,6 +26,8 @@ from trainwright.checkpoint.contents import generator_state, restore_generators
 from trainwright.compile.host_sync import HostSyncMode, Sighting, watching
 from trainwright.compile.reports import Compilations, GraphBreak, listening
 from trainwright.config import RunConfig
+from trainwright.config.frozen import thaw
+from trainwright.config.problems import nearest
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import EventStorage, Mean
 from trainwright.memory.activation_checkpointing import Recomputed
@@ -49,26 +51,106 @@ class RegionOutputs(NamedTuple):
 
 Compute = Callable[[Any], RegionOutputs]
 """Runs the forward on a micro-batch."""
+EAGER: Mapping[str, Any] = {
+    "runtime.mode": "eager",
+    "runtime.compile_backend": None,
+    "runtime.compile_mode": None,
+    "runtime.compile_options": {},
+    "runtime.compile_memory_budget": None,
+    "runtime.max_graph_breaks": None,
+}
+"""The settings of a trial that runs eagerly, whatever mode the run has."""
 _BACKEND = "inductor"
-_WITHOUT_EFFECT = ("compile_backend", "compile_memory_budget", "max_graph_breaks")
+_OF_BLOCKS = ("compile_mode", "compile_options")
+"""Settings that `model.compile_repeated_blocks` uses in mode eager too."""
+_CUDA_GRAPHS = "triton.cudagraphs"
 
 
 def check_mode(config: RunConfig, axes: Mapping[str, int]) -> None:
-    """Raises for a mode that the other settings do not allow, and for settings of other modes; imports nothing."""
+    """Raises for a mode that the other settings do not allow, for settings of other modes and unknown options.
+
+    Imports torch's compiler only where its options are set.
+    """
     runtime = config.runtime
+    _check_compiler_settings(config)
     if runtime.mode == "eager":
-        for name in _WITHOUT_EFFECT:
-            if getattr(runtime, name) is not None:
-                raise ConfigError(
-                    f"runtime.{name} has no effect with runtime.mode eager. Set mode: compile, or remove it.",
-                    where=config.origin(f"runtime.{name}"),
-                )
+        has_blocks = config.model is not None and "compile_repeated_blocks" in config.model.reserved
+        for dotted, unset in EAGER.items():
+            name = dotted.partition(".")[2]
+            if name == "mode" or getattr(runtime, name) == unset or (has_blocks and name in _OF_BLOCKS):
+                continue
+            raise ConfigError(
+                f"runtime.{name} has no effect with runtime.mode eager. Set mode: compile, or remove it.",
+                where=config.origin(dotted),
+            )
     elif axes.get("pipeline", 1) > 1:
         raise ConfigError(
             f"runtime.mode {runtime.mode} does not support runtime.mesh.pipeline, whose schedule calls the layers "
             "itself. Use mode: eager, and model.compile_repeated_blocks to compile the blocks.",
             where=config.origin("runtime.mode"),
         )
+
+
+def _check_compiler_settings(config: RunConfig) -> None:
+    """Raises for a `compile_mode` or `compile_options` that torch.compile or a run does not support."""
+    runtime = config.runtime
+    mode, options = runtime.compile_mode, runtime.compile_options
+    if mode is None and not options:
+        return
+    label = "runtime.compile_options" if mode is None else "runtime.compile_mode"
+    where = config.origin(label)
+    if mode is not None and options:
+        raise ConfigError(
+            f"{label} is {mode}, and runtime.compile_options are set too; torch.compile accepts one of the two. "
+            "`torch._inductor.list_mode_options()` has the options of a mode.",
+            where=where,
+        )
+    if runtime.compile_backend not in (None, _BACKEND):
+        raise ConfigError(
+            f"{label} is for inductor, but runtime.compile_backend is {runtime.compile_backend}. Remove one of them.",
+            where=where,
+        )
+    if mode in ("reduce-overhead", "max-autotune") or options.get(_CUDA_GRAPHS):
+        advice = "Remove it" if runtime.mode == "graph" else "Use runtime.mode: graph instead"
+        if mode == "max-autotune":
+            advice = f"Use max-autotune-no-cudagraphs{'' if runtime.mode == 'graph' else ', with runtime.mode: graph'}"
+        raise ConfigError(
+            f"{label}: {mode or _CUDA_GRAPHS} makes torch.compile capture CUDA graphs of its own, whose outputs the "
+            "next forward overwrites: accumulated gradients and metrics that are logged later would be lost. "
+            f"runtime.mode graph captures the whole update. {advice}.",
+            where=where,
+        )
+    if options:
+        _check_options(config)
+
+
+def _check_options(config: RunConfig) -> None:
+    """Raises for an option that inductor does not have, or of another type."""
+    import torch._inductor
+
+    known, options = torch._inductor.list_options(), config.runtime.compile_options
+    for name in options:
+        where = config.written_at(("runtime", "compile_options", name)) or config.origin("runtime.compile_options")
+        if name not in known:
+            found = nearest(name, known)
+            guess = f' Did you mean "{found}"?' if found else ""
+            raise ConfigError(
+                f"runtime.compile_options.{name}: inductor has no such option.{guess} "
+                "`torch._inductor.list_options()` lists them.",
+                where=where,
+            )
+        try:
+            torch.compile(_run_forward, options={name: thaw(options[name])})  # compiles nothing yet
+        except RuntimeError as error:
+            raise ConfigError(f"runtime.compile_options.{name}: torch rejects it: {error}.", where=where) from error
+
+
+def compile_arguments(config: RunConfig) -> dict[str, Any]:
+    """Returns the arguments of torch.compile in addition to its backend, for inductor."""
+    runtime = config.runtime
+    if runtime.compile_mode is not None:
+        return {"mode": runtime.compile_mode}
+    return {"options": runtime.compile_options.to_dict()} if runtime.compile_options else {}
 
 
 def check_compile_backend(config: RunConfig) -> str | None:
@@ -101,12 +183,13 @@ class CompiledForward:
         """
         runtime = config.runtime
         backend = check_compile_backend(config) or _BACKEND
+        arguments = compile_arguments(config)
         self.compilations = Compilations(users, forward=_location_of_forward(owners, users))
         self._compute = compute
         self._config = config
         self._storage = storage
         self._max_breaks = runtime.max_graph_breaks
-        self.has_eager_code = is_gathered = compile_gathered(model, backend)
+        self.has_eager_code = is_gathered = compile_gathered(model, backend, arguments)
         """True if only blocks of the model are compiled, and the code around them is not."""
         has_separate_blocks = not is_gathered and keep_apart(model)
         # Separately compiled blocks are intended breaks; the listener ignores those.
@@ -115,8 +198,8 @@ class CompiledForward:
         self._train: Callable[..., RegionOutputs] = _run_forward if keeps_training_outputs else _run_to_loss
         self._evaluate: Callable[..., RegionOutputs] = _run_forward
         if not is_gathered:
-            self._train = _compile(self._train, "forward_to_train", backend)
-            self._evaluate = _compile(self._evaluate, "forward_to_evaluate", backend)
+            self._train = _compile(self._train, "forward_to_train", backend, arguments)
+            self._evaluate = _compile(self._evaluate, "forward_to_evaluate", backend, arguments)
 
     def run(self, batch: Any) -> RegionOutputs:
         """Runs the forward on a micro-batch."""
@@ -215,10 +298,11 @@ def _location_of_forward(owners: Iterable[Any], users: UserFiles) -> str:
     return name
 
 
-def _compile(region: Any, name: str, backend: str) -> Callable[..., RegionOutputs]:
+def _compile(region: Any, name: str, backend: str, arguments: Mapping[str, Any]) -> Callable[..., RegionOutputs]:
     # torch counts graphs by code object, and gives up after eight: each region of each trainer has its own.
     code = region.__code__.replace(co_name=name)
-    return torch.compile(FunctionType(code, globals()), backend=backend)
+    compiled: Any = torch.compile(FunctionType(code, globals()), backend=backend, **arguments)
+    return compiled  # type: ignore[no-any-return]  # the same function for torch
 
 
 def _run_forward(compute: Compute, batch: Any) -> RegionOutputs:

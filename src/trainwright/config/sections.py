@@ -510,6 +510,13 @@ class RuntimeSection(Section):
     compile_backend: Annotated[str, Field(min_length=1)] | None = None
     """In mode compile, and in mode graph on a GPU, the backend of torch.compile; None: inductor. On a CPU mode graph
     compiles nothing."""
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
+    """The `mode` of torch.compile, wherever inductor compiles: in mode compile, in mode graph on a GPU, and for
+    model.compile_repeated_blocks on a GPU. reduce-overhead and max-autotune raise: CUDA graphs are what mode graph is
+    for."""
+    compile_options: Annotated[Frozen[Any], BeforeValidator(empty_section)] = Field(default_factory=Frozen)
+    """The `options` of torch.compile, such as {max_autotune_gemm: true}, instead of compile_mode;
+    `torch._inductor.list_options()` has their names."""
     compile_memory_budget: Annotated[float, Field(ge=0, le=1)] | None = None
     """In mode compile, and in mode graph on a GPU, the fraction of the activations that is kept for the backward pass;
     the cheapest others are recomputed. None: the compiler decides."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -50,8 +50,18 @@ class BlockStack:
     hardly faster."""
 
 
-def compile_stacks(model: nn.Module, given: Any, *, is_whole: bool = True, where: object | None = None) -> list[str]:
-    """Makes all blocks of each stack run one compiled graph; returns the names of the stacks."""
+def compile_stacks(
+    model: nn.Module,
+    given: Any,
+    *,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    is_whole: bool = True,
+    where: object | None = None,
+) -> list[str]:
+    """Makes all blocks of each stack run one compiled graph; returns the names of the stacks.
+
+    `arguments` are those of torch.compile where the backend is inductor.
+    """
     stacks = choose_stacks(model, given, is_whole=is_whole)
     for name, (blocks, setting) in stacks.items():
         is_recomputed = any(has_around(block, Recomputed) for block in blocks)
@@ -62,7 +72,7 @@ def compile_stacks(model: nn.Module, given: Any, *, is_whole: bool = True, where
                 "support together. Remove model.compile_repeated_blocks or model.activation_checkpointing, or use "
                 "another axis of runtime.mesh."
             )
-        graph = _Graph(name, setting.backend, is_recomputed=is_recomputed)
+        graph = _Graph(name, setting.backend, arguments, is_recomputed=is_recomputed)
         for block in blocks:
             put_around(block, partial(Compiled, graph=graph, where=where))
         logger.info("model.compile_repeated_blocks: the %d blocks of %s are compiled as one graph.", len(blocks), name)
@@ -83,7 +93,7 @@ def keep_apart(model: nn.Module) -> bool:
     return True
 
 
-def compile_gathered(model: nn.Module, backend: str) -> bool:
+def compile_gathered(model: nn.Module, backend: str, arguments: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Compiles each FSDP block, inside of the hooks that gather its parameters.
 
     Returns whether there are any: the code around them is then not compiled, because the hooks are in no graph. Equal
@@ -104,7 +114,8 @@ def compile_gathered(model: nn.Module, backend: str) -> bool:
         kind = f"{type(block).__name__} {_structure(block)}"
         name = f"{type(block).__name__}_{len(graphs)}"
         is_recomputed = has_around(block, Recomputed)
-        graph = graphs.setdefault(kind, _Graph(name, backend, is_recomputed=is_recomputed, is_whole=False))
+        new = _Graph(name, backend, arguments, is_recomputed=is_recomputed, is_whole=False)
+        graph = graphs.setdefault(kind, new)
         put_around(block, partial(Compiled, graph=graph))
     return True
 
@@ -187,9 +198,18 @@ class Compiled(Around):
 class _Graph:
     """The compiled block of one stack, compiled at the first run."""
 
-    def __init__(self, name: str, backend: str | None, *, is_recomputed: bool, is_whole: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        backend: str | None,
+        arguments: Mapping[str, Any],
+        *,
+        is_recomputed: bool,
+        is_whole: bool = True,
+    ) -> None:
         self.name = name
         self._backend = backend
+        self._arguments = dict(arguments)
         self.is_whole = is_whole
         self._is_recomputed = is_recomputed
         self._run: Callable[..., Any] | None = None
@@ -200,7 +220,9 @@ class _Graph:
             backend = self._backend or ("inductor" if waits_for_memory(device) else "aot_eager")
             # torch limits graphs per code object to eight: each stack has its own.
             code = _run_block.__code__.replace(co_name=f"run_block_of_{self.name}")
-            self._run = torch.compile(FunctionType(code, globals()), backend=backend, fullgraph=self.is_whole)
+            arguments = self._arguments if backend == "inductor" else {}
+            function = FunctionType(code, globals())
+            self._run = torch.compile(function, backend=backend, fullgraph=self.is_whole, **arguments)
         # Inside of another graph that graph's setting applies.
         if not self._is_recomputed or torch.compiler.is_compiling():
             return self._run(forward, args, kwargs)

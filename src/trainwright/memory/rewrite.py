@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -22,12 +23,18 @@ Origin = Callable[[str], object | None]
 
 
 def apply_memory_settings(
-    model: nn.Module, reserved: Mapping[str, Any], *, origin: Origin, is_whole: bool = True
+    model: nn.Module,
+    reserved: Mapping[str, Any],
+    *,
+    origin: Origin,
+    is_whole: bool = True,
+    compile_arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Applies the memory settings in place: after tensor parallelism, before FSDP.
 
     A class, glob or path that matches nothing raises, unless the model is not whole (a pipeline stage): then call
-    `check_memory_settings` with the whole model before.
+    `check_memory_settings` with the whole model before. `compile_arguments` are further arguments of torch.compile for
+    `compile_repeated_blocks`.
     """
     if "offload" in reserved:
         with _located("offload", origin) as where:
@@ -38,7 +45,8 @@ def apply_memory_settings(
             recompute_layers(model, reserved["activation_checkpointing"], is_whole=is_whole)
     if "compile_repeated_blocks" in reserved:
         with _located("compile_repeated_blocks", origin) as where:
-            compile_stacks(model, reserved["compile_repeated_blocks"], is_whole=is_whole, where=where)
+            given, arguments = reserved["compile_repeated_blocks"], compile_arguments
+            compile_stacks(model, given, arguments=arguments, is_whole=is_whole, where=where)
 
 
 def check_memory_settings(model: nn.Module, reserved: Mapping[str, Any], *, origin: Origin) -> None:
