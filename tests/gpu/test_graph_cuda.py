@@ -6,7 +6,8 @@ from tests.compile import test_graph_changes as changes
 from tests.compile import test_graph_mode as on_cpu
 
 from trainwright import build_trainer
-from trainwright.errors import TrainwrightError
+from trainwright.backends.cuda import CudaBackend
+from trainwright.errors import HostReadError, TrainwrightError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -124,3 +125,84 @@ def test_what_the_host_reads_is_rejected_with_its_line(tmp_path, kind):
         train(tmp_path, "graph", kind)
     assert "test_graph_mode.py:" in str(rejected.value)
     assert torch.rand(3, device="cuda").isfinite().all()  # the generator is not left in capture mode
+
+
+class ThreeWidths(changes.TwoWidths):
+    """Batches of three widths in turn, of which one leaves a layer without a gradient."""
+
+    def next_train_inputs(self, iterator):
+        batch = next(iterator)
+        rows = batch["x"][:, :4] if self.step % 3 == 1 else batch["x"]
+        rest = {"labels": batch["labels"]}
+        if self.step % 3 == 2:
+            rows, rest = torch.cat([rows, rows]), {"labels": batch["labels"].repeat(2)}
+        return {**rest, "x": rows.contiguous()}
+
+
+@pytest.mark.parametrize("kind", ["adamw", "torch.optim:RMSprop"])
+def test_graphs_of_three_shapes_share_memory_and_equal_the_run_of_the_same_kernels(tmp_path, replays, kind):
+    optimizer = {"type": kind, "lr": 1e-3} | ({} if kind == "adamw" else {"foreach": False})
+    # RMSprop reads the gradients of each graph after its replay.
+    limits = {"max_steps": 36, "micro_batch_size": 16, "optimizer": optimizer}
+    assert_close_runs(tmp_path, ThreeWidths, trainer=limits, tolerance=1e-3)
+    assert len(replays) >= 20
+
+
+def record_three_lengths(backends):
+    """Captures a step of three lengths; returns the bytes that torch reserved for it, and a check of each replay."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 8192), torch.nn.GELU(), torch.nn.Linear(8192, 1)).cuda()
+    parameters = list(model.parameters())
+
+    def run(given):
+        for parameter in parameters:
+            parameter.grad = None
+        loss = model(given[0]).square().mean()
+        loss.backward()
+        return [loss]
+
+    batches = [torch.randn(length, 256, device="cuda") for length in (4096, 3072, 2048)]
+    for backend in backends:
+        for batch in batches:
+            with backend.warming_up():
+                run([batch])
+    expected = []
+    for batch in batches:
+        expected.append((run([batch])[0].item(), [parameter.grad.clone() for parameter in parameters]))
+    backends[0].release_memory()
+    before = torch.cuda.memory_reserved()
+    recordings = [
+        backend.record(run, [batch], parameters=parameters)[0] for backend, batch in zip(backends, batches, strict=True)
+    ]
+    reserved = torch.cuda.memory_reserved() - before
+
+    def check(number):
+        [loss] = recordings[number].replay([batches[number]])
+        assert loss.item() == pytest.approx(expected[number][0], rel=1e-5)
+        for parameter, gradient in zip(parameters, expected[number][1], strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+    return reserved, check
+
+
+def test_graphs_of_one_backend_reserve_less_memory_and_keep_their_gradients_in_any_order():
+    shared = CudaBackend(torch.device("cuda", 0))
+    apart, _ = record_three_lengths([CudaBackend(torch.device("cuda", 0)) for _ in range(3)])
+    together, check = record_three_lengths([shared] * 3)
+    assert together < 0.7 * apart
+    for number in (0, 1, 2, 1, 0, 2, 2, 0, 1):
+        check(number)
+
+
+def test_a_failed_capture_and_dropped_graphs_leave_the_backend_able_to_capture():
+    backend, value = CudaBackend(torch.device("cuda", 0)), torch.ones(3, device="cuda")
+    with backend.warming_up():
+        value * 2
+    for _ in range(3):
+        recording, _ = backend.record(lambda given: [given[0] * 2], [value])
+        with pytest.raises(HostReadError):
+            backend.record(lambda given: [given[0] * given[0].sum().item()], [value])
+        other, _ = backend.record(lambda given: [given[0] * 3], [value])
+        assert recording.replay([value])[0].tolist() == [2.0] * 3
+        assert other.replay([value])[0].tolist() == [3.0] * 3
+        del recording, other

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,15 +28,28 @@ class CudaGraph:
     """A captured function, with the memory that it reads and writes."""
 
     def __init__(
-        self, run: Run, inputs: Sequence[Tensor], stream: torch.cuda.Stream, *, parameters: Sequence[Tensor] = ()
+        self,
+        run: Run,
+        inputs: Sequence[Tensor],
+        stream: torch.cuda.Stream,
+        *,
+        parameters: Sequence[Tensor] = (),
+        shares_with: CudaGraph | None = None,
     ) -> None:
+        """Captures `run`; its temporary tensors use the memory pool of `shares_with`.
+
+        Graphs of one pool overwrite each other's temporary tensors. That is safe in any order of replays, which run one
+        after the other: what outlives a replay, the outputs and the gradients, is referenced here, and the pool gives
+        referenced memory to no other graph.
+        """
+        pool = None if shares_with is None else shares_with._graph.pool()
         self._inputs = [torch.empty_like(each) for each in inputs]
         self._graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[stream.device.index]
         before = generator.clone_state()
         try:
             # Data threads may pin memory at the same time: only calls of this thread are checked.
-            with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._outputs = [each.detach() for each in run(list(self._inputs))]
         except BaseException:
             # A failed capture leaves the generator in capture mode, in which it draws no numbers outside of a graph.
@@ -85,6 +99,8 @@ class CudaBackend(Backend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._capture_stream: torch.cuda.Stream | None = None
+        self._graphs: WeakSet[CudaGraph] = WeakSet()
+        """The graphs that share a memory pool; torch does not reuse the pool of graphs that no longer exist."""
 
     def claim(self) -> None:
         """Makes this device the current one, for NCCL and for kernels that use the current device."""
@@ -160,13 +176,16 @@ class CudaBackend(Backend):
         self, run: Run, inputs: Sequence[torch.Tensor], *, parameters: Sequence[torch.Tensor] = ()
     ) -> tuple[Recording, list[torch.Tensor]]:
         """Captures a CUDA graph and launches it: capturing alone computes nothing."""
+        stream, shares_with = self._make_capture_stream(), next(iter(self._graphs), None)
         try:
-            graph = CudaGraph(run, inputs, self._make_capture_stream(), parameters=parameters)
-        except RuntimeError as error:
-            if "captur" not in str(error):
+            graph = CudaGraph(run, inputs, stream, parameters=parameters, shares_with=shares_with)
+        except BaseException as error:
+            self._graphs.clear()  # torch may still be recording into their pool, so the next graph begins another
+            if not isinstance(error, RuntimeError) or "captur" not in str(error):
                 raise
             reason = str(error).strip().splitlines()[0]
             raise HostReadError(f"A line waits for the device ({reason}).") from error
+        self._graphs.add(graph)
         return graph, graph.replay(inputs)
 
     def _make_capture_stream(self) -> torch.cuda.Stream:
