@@ -53,6 +53,13 @@ def test_kernels_are_shared_out_and_the_same_operations_counted_in_every_mode(tm
     for mode in ("eager", "compile"):
         percent = figures[mode]["percent"]
         assert min(percent["forward"], percent["backward"], percent["optimizer"]) > 0
+    for each in figures.values():
+        assert len(each["costs"]) == 3
+        assert sum(cost["percent"] for cost in each["costs"]) > 50
+        assert "other" not in [cost["name"] for cost in each["costs"]], "kernels whose names costs.py does not know"
+    for mode in ("eager", "compile"):
+        idle = [cost["setting"] for cost in figures[mode]["costs"] if cost["name"] == "idle"]
+        assert idle in ([], ["runtime.mode: graph"])
     assert figures["graph"]["percent"]["replay"] > 0
     assert "forward" not in figures["graph"]["percent"]
 

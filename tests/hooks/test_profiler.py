@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 from tests.loop.small_runs import PLAIN, at, make, run
-from tests.messages import raises
+from tests.messages import mentions, raises
 
 from trainwright import Trainer, load_checkpoint
 from trainwright.errors import ConfigError
+from trainwright.hooks.costs import LABELS
 from trainwright.hooks.profiler import Profiler
 from trainwright.loop.heartbeat import PhaseTrace
 
@@ -54,6 +55,11 @@ def test_a_profile_has_its_steps_a_summary_and_shares_that_add_up(tmp_path, capl
     assert sum(figures["percent"].values()) == pytest.approx(100)
     assert min(figures["percent"][row] for row in ("data", "host", "forward", "backward", "optimizer")) > 0
     assert figures["percent"]["idle"] == figures["percent"]["communication"] == 0
+    assert len(figures["costs"]) == 3
+    assert 100 / 3 < sum(each["percent"] for each in figures["costs"]) <= 100
+    for number, each in enumerate(figures["costs"], 1):
+        label = LABELS[each["name"]]
+        assert mentions(text, f"{number}. {label}", f"{each['percent']:.1f}", each["setting"] or each["remark"])
     assert figures["flops_per_step"] == 2 * 2 * 8 * (4 * 8 + 8 * 2) + 2 * 8 * 8 * 2
     assert figures["share_of_known_peak"] is None
     assert 0 < figures["share_of_matrix_rate"] < 1

@@ -141,7 +141,7 @@ class Backend:
 
     def supports_precision(self, precision: str) -> bool:
         """Returns True if a forward of this precision runs on this device without emulation."""
-        return True
+        return precision in ("fp32", *AUTOCAST_DTYPES)
 
     def autocast(self, precision: str, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
         """Returns the context in which a forward of this precision runs.

@@ -83,6 +83,8 @@ def warn_of_constants(outputs: Sequence[Tensor], device: torch.device) -> None:
             )
 
 
+_LEAST_CAPABILITIES = {"bf16": (8, 0), "fp8": (8, 9)}
+
 # torch rounds pinned memory up to a power of two, which would waste a third if each tensor were pinned alone.
 _PINNED_BLOCK_BYTES = 2**30
 _PINNED_ALIGNMENT = 64
@@ -121,8 +123,10 @@ class CudaBackend(Backend):
         return "bf16" if self.supports_precision("bf16") else "fp32"
 
     def supports_precision(self, precision: str) -> bool:
-        """Returns False for bf16 on NVIDIA GPUs before compute capability 8.0, which torch emulates slowly."""
-        return precision != "bf16" or torch.version.hip is not None or self._capability() >= (8, 0)
+        """Returns False for what the tensor cores of the GPU lack, such as bf16 before compute capability 8.0."""
+        if torch.version.hip is not None:
+            return precision != "fp8"
+        return torch.cuda.get_device_capability(self.device) >= _LEAST_CAPABILITIES.get(precision, (0, 0))
 
     @contextmanager
     def float32_products(self, *, tf32: bool) -> Iterator[None]:
@@ -145,9 +149,6 @@ class CudaBackend(Backend):
                 cudnn.allow_tf32 = older[1]
                 for each, value in zip(newer, before, strict=True):
                     each.fp32_precision = value
-
-    def _capability(self) -> tuple[int, int]:
-        return torch.cuda.get_device_capability(self.device)
 
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Copies on a separate stream, one batch ahead, so that the copy overlaps with computation."""

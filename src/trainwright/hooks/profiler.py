@@ -10,15 +10,27 @@ import time
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch.profiler import profile
 
+from trainwright.backends import waits_for_memory
 from trainwright.backends.private_torch import tree_map_only
+from trainwright.config.sections import RuntimeSection
 from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.hooks.costs import (
+    KERNEL_COSTS,
+    LABELS,
+    Cost,
+    RunFacts,
+    divide_by_operators,
+    kernel_cost,
+    largest_costs,
+    own_seconds,
+)
 from trainwright.hooks.flops import (
     MatrixRate,
     TensorLike,
@@ -34,6 +46,7 @@ from trainwright.hooks.flops import (
 )
 from trainwright.loop.heartbeat import PHASES, PhaseTrace
 from trainwright.loop.hook import Hook
+from trainwright.user_code.locations import is_user_code
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +77,7 @@ _ROWS_OF_PHASES = {
 }
 """The row of a phase of the loop (loop/heartbeat.py); the row of other phases is `host`."""
 
+_PRECISIONS = get_args(RuntimeSection.model_fields["precision"].annotation)
 _COMPUTE = ("forward", "backward", "optimizer", "replay")
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
@@ -79,6 +93,8 @@ class Shares:
     seconds: Mapping[str, float]
     has_device: bool
     """True if a device other than the host ran kernels."""
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """The same seconds by cost (costs.py): kernels by name instead of by what launched them."""
 
     @property
     def total(self) -> float:
@@ -90,6 +106,8 @@ class _Span(NamedTuple):
     start: float
     end: float
     row: str
+    cost: str = ""
+    """Of a kernel."""
 
 
 def share_out(events: Iterable[Mapping[str, Any]], rows: Mapping[str, str] | None = None) -> Shares:
@@ -110,11 +128,47 @@ def share_out(events: Iterable[Mapping[str, Any]], rows: Mapping[str, str] | Non
     last = max([ranges[-1].end, *(span.end for span in on_device)])
     # While the device completes its work, the host waits at the end.
     ranges.append(_Span(ranges[-1].end, last, "idle" if has_device else "host"))
-    seconds = dict.fromkeys(ROWS, 0.0)
+    seconds, costs = dict.fromkeys(ROWS, 0.0), dict.fromkeys(LABELS, 0.0)
     for length, host, active in _intervals(ranges, on_device):
         if host not in NOT_COUNTED:
-            seconds[_row_of(host, active) if has_device else host] += length * _MICROSECOND
-    return Shares({row: value for row, value in seconds.items() if value > 0}, has_device)
+            row = _row_of(host, active) if has_device else host
+            seconds[row] += length * _MICROSECOND
+            if has_device:
+                costs[_cost_of(row, active)] += length * _MICROSECOND
+    if not has_device:
+        costs.update(_costs_of_operators(complete, ranges, seconds))
+    return Shares(
+        {row: value for row, value in seconds.items() if value > 0},
+        has_device,
+        {cost: value for cost, value in costs.items() if value > 0},
+    )
+
+
+def _costs_of_operators(
+    events: list[Mapping[str, Any]], ranges: list[_Span], seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns the seconds of each cost on a CPU: computing rows are divided by their operators."""
+    starts = [span.start for span in ranges]
+    operators: dict[str, list[tuple[str, float]]] = {row: [] for row in _COMPUTE}
+    for start, name, own in own_seconds(events):
+        number = bisect_right(starts, start) - 1
+        if number >= 0 and ranges[number].row in operators:
+            operators[ranges[number].row].append((name, own * _MICROSECOND))
+    costs: Counter[str] = Counter()
+    for row, value in seconds.items():
+        if row in ("forward", "backward", "replay"):
+            costs.update(divide_by_operators(value, operators[row]))
+        else:
+            costs[row] += value  # type: ignore[assignment]  # seconds, not counts
+    return dict(costs)
+
+
+class _KernelCosts(dict[str, str]):
+    """The cost of each kernel by name: a trace has thousands of events of some hundred kernels."""
+
+    def __missing__(self, name: str) -> str:
+        self[name] = kernel_cost(name)
+        return self[name]
 
 
 def _device_spans(events: list[Mapping[str, Any]], ranges: list[_Span]) -> list[_Span]:
@@ -126,6 +180,7 @@ def _device_spans(events: list[Mapping[str, Any]], ranges: list[_Span]) -> list[
     }
     starts = [span.start for span in ranges]
     spans = []
+    cost_of = _KernelCosts()
     for event in events:
         if event.get("cat") not in _ON_DEVICE:
             continue
@@ -137,35 +192,47 @@ def _device_spans(events: list[Mapping[str, Any]], ranges: list[_Span]) -> list[
         row = ranges[bisect_right(starts, launched) - 1].row
         if str(event["name"]).startswith(("nccl", "rccl")) and row not in NOT_COUNTED:
             row = "communication"
-        spans.append(_Span(start, start + float(event["dur"]), row))
+        spans.append(_Span(start, start + float(event["dur"]), row, cost_of[str(event["name"])]))
     return spans
 
 
-def _intervals(ranges: list[_Span], on_device: list[_Span]) -> Iterator[tuple[float, str, Counter[str]]]:
-    """Yields length, row of the host and active rows of the device for each interval without a start or an end."""
-    marks: list[tuple[float, int, str, int]] = [(span.start, 0, span.row, 0) for span in ranges]
-    marks += [(span.start, 1, span.row, 1) for span in on_device]
-    marks += [(span.end, 1, span.row, -1) for span in on_device]
-    marks.append((ranges[-1].end, 1, "", 0))
+def _intervals(ranges: list[_Span], on_device: list[_Span]) -> Iterator[tuple[float, str, _Active]]:
+    """Yields length, row of the host and active kernels of the device for each interval without a start or an end."""
+    marks: list[tuple[float, int, str, str, int]] = [(span.start, 0, span.row, "", 0) for span in ranges]
+    marks += [(span.start, 1, span.row, span.cost, 1) for span in on_device]
+    marks += [(span.end, 1, span.row, span.cost, -1) for span in on_device]
+    marks.append((ranges[-1].end, 1, "", "", 0))
     marks.sort()
-    active: Counter[str] = Counter()
+    active: _Active = Counter()
     host, before = ranges[0].row, ranges[0].start
-    for now, is_device, row, change in marks:
+    for now, is_device, row, cost, change in marks:
         if now > before:
             yield now - before, host, active
             before = now
         if is_device:
-            active[row] += change
+            active[row, ""] += change
+            active[row, cost] += change
         else:
             host = row
 
 
-def _row_of(host: str, active: Counter[str]) -> str:
+_Active: TypeAlias = "Counter[tuple[str, str]]"
+"""The number of active kernels by row and cost; by row alone with an empty cost."""
+
+
+def _row_of(host: str, active: _Active) -> str:
     """Returns the row of an interval on a device: what it computes, else what it copies, else what it waits for."""
     for row in (*_COMPUTE, "communication", "data", "host"):
-        if active[row] > 0:
+        if active[row, ""] > 0:
             return row
     return host if host in ("data", "host") else "idle"
+
+
+def _cost_of(row: str, active: _Active) -> str:
+    """Returns the cost of an interval of this row: that of its kernel where forward, backward or an update computes."""
+    if row not in ("forward", "backward", "replay"):
+        return row
+    return next((cost for cost in KERNEL_COSTS if active[row, cost] > 0), "other")
 
 
 @dataclass(frozen=True)
@@ -189,6 +256,12 @@ class ProfileSummary:
     known_peak: tuple[str, float] | None
     """The device's name in the table of known peaks, and its FLOP/s; None if it is not in the table."""
     trace: Path
+    facts: RunFacts = field(default_factory=RunFacts)
+    """What the run uses, for advice."""
+
+    def costs(self) -> list[Cost]:
+        """Returns the three largest costs with the setting that addresses each."""
+        return largest_costs(round_to_hundred(self.shares.costs), self.facts)
 
     @property
     def seconds_per_profiled_step(self) -> float:
@@ -216,9 +289,18 @@ class ProfileSummary:
             label, remark = ROWS[row]
             bar = "█" * round(percent / 100 * _BAR)
             lines.append(f"  {label:<13} {percent:5.1f} %  {bar:<{_BAR}}  {remark}".rstrip())
-        if {"replay", "forward"} <= self.shares.seconds.keys():
+        # On a CPU graph mode runs eagerly.
+        if self.shares.has_device and {"replay", "forward"} <= self.shares.seconds.keys():
             lines.append("  Not all of these steps were replays: profile later ones (hook profiler, first: …).")
-        return "\n".join([*lines, *self._speed_lines(), f"  trace: {self.trace} (open it at ui.perfetto.dev)"])
+        lines += [*self._speed_lines(), f"  trace: {self.trace} (open it at ui.perfetto.dev)"]
+        costs = self.costs()
+        if costs:
+            gain = "" if any(each.setting for each in costs) else ", which no setting reduces"
+            lines += [
+                f"The largest costs{gain}:",
+                *(f"  {number}. {each.text()}" for number, each in enumerate(costs, 1)),
+            ]
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, object]:
         """Returns the figures for a JSON file."""
@@ -227,6 +309,7 @@ class ProfileSummary:
             "first_step": self.first_step,
             "last_step": self.last_step,
             "percent": self.percentages(),
+            "costs": [each._asdict() for each in self.costs()],
             "seconds_per_step": self.seconds_per_step,
             "seconds_per_profiled_step": self.seconds_per_profiled_step,
             "samples_per_second": self.samples_per_step / self.seconds_per_step,
@@ -450,4 +533,43 @@ class Profiler(Hook):
             matrix_rate=measure_matrix_rate(trainer.device, dtype),
             known_peak=known_peak(trainer.backend.describe(), dtype),
             trace=trace,
+            facts=self._facts(),
+        )
+
+    def _facts(self) -> RunFacts:
+        """Returns what the run uses, for advice on its costs."""
+        trainer = self.trainer
+        config, runtime, backend = trainer.config, trainer.config.runtime, trainer.backend
+        is_on_gpu = waits_for_memory(trainer.device)
+        section, optimizer = config.model, config.trainer.optimizer
+        reserved: Mapping[str, Any] = {} if section is None else section.reserved
+        arguments: Mapping[str, Any] = {} if section is None else section.arguments
+        is_transformers = section is not None and section.type.startswith("transformers:")
+        has_masters = optimizer is not None and optimizer.type in ("adamw", "lion")
+        options: Mapping[str, Any] = {} if optimizer is None else optimizer.arguments
+        is_fp32 = matmul_dtype(trainer.model, "fp32") == torch.float32
+        is_own = is_user_code(type(trainer.model))
+        return RunFacts(
+            mode=runtime.mode,
+            is_compiled=runtime.mode == "compile"
+            or (runtime.mode == "graph" and is_on_gpu)
+            or "compile_repeated_blocks" in reserved,
+            is_on_gpu=is_on_gpu,
+            precision=runtime.precision,
+            fastest_precision=backend.choose_precision(),
+            supports_fp8="fp8" in _PRECISIONS and backend.supports_precision("fp8"),
+            tf32=runtime.tf32,
+            num_ranks=trainer.ranks.size,
+            gathers_fp32=trainer.ranks.mesh.size("fsdp") > 1
+            and runtime.precision == "bf16"
+            and runtime.gather_precision is None
+            and is_fp32,
+            num_workers=config.data.num_workers,
+            log_every_steps=config.log.every_steps,
+            recomputes="activation_checkpointing" in reserved,
+            casts_weights=is_on_gpu and is_fp32 and runtime.precision == "bf16" and has_masters,
+            fused_optimizer=options.get("fused"),
+            fused_loss=arguments.get("fused_loss"),
+            kernels=str(reserved.get("kernels", "fast")) if is_transformers else None,
+            has_mask=is_own and isinstance(self._batch, Mapping) and "attention_mask" in self._batch,
         )
