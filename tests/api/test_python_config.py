@@ -92,7 +92,8 @@ def test_the_saved_config_loads_back_equal_and_names_the_classes(project, monkey
 
 def test_a_run_s_own_config_is_that_of_the_file_with_its_derived_values(project):
     run_experiment(RunConfig.load("run.py", ["trainer.max_steps=1"]))
-    config = RunConfig.load("run.py", ["trainer.max_steps=1", "trainer.micro_batch_size=8"])
+    derived = ["trainer.max_steps=1", "trainer.micro_batch_size=8", "runtime.precision=fp32"]
+    config = RunConfig.load("run.py", derived)
     assert RunConfig.load(project / "runs/run/config.yaml") == config
 
 

@@ -42,9 +42,9 @@ class CudaGraph:
         after the other: what outlives a replay, the outputs and the gradients, is referenced here, and the pool gives
         referenced memory to no other graph.
         """
-        pool = None if shares_with is None else shares_with._graph.pool()
         self._inputs = [torch.empty_like(each) for each in inputs]
         self._graph = torch.cuda.CUDAGraph()
+        pool = None if shares_with is None else shares_with._graph.pool()
         generator = torch.cuda.default_generators[stream.device.index]
         before = generator.clone_state()
         try:

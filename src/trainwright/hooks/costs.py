@@ -7,7 +7,7 @@ Advice depends on what the run already uses, so that it never names a setting th
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -105,16 +105,16 @@ def own_seconds(events: Iterable[Mapping[str, Any]]) -> list[tuple[float, str, f
     return found
 
 
-def divide_by_operators(seconds: float, operators: Iterable[tuple[str, float]]) -> Counter[str]:
+def divide_by_operators(seconds: float, operators: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Divides the seconds of a row over costs by the time of its operators; Python has what they leave."""
-    costs: Counter[str] = Counter()
+    costs: dict[str, float] = defaultdict(float)
     for name, own in operators:
-        costs[operator_cost(name)] += max(own, 0.0)  # type: ignore[assignment]  # seconds, not counts
+        costs[operator_cost(name)] += max(own, 0.0)
     total = sum(costs.values())
     if total > seconds:  # of several threads
-        return Counter({cost: own * seconds / total for cost, own in costs.items()})  # type: ignore[misc]
-    costs["python"] += seconds - total  # type: ignore[assignment]
-    return costs
+        return {cost: own * seconds / total for cost, own in costs.items()}
+    costs["python"] += seconds - total
+    return dict(costs)
 
 
 @dataclass(frozen=True)

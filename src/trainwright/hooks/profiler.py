@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,13 +154,12 @@ def _costs_of_operators(
         number = bisect_right(starts, start) - 1
         if number >= 0 and ranges[number].row in operators:
             operators[ranges[number].row].append((name, own * _MICROSECOND))
-    costs: Counter[str] = Counter()
+    costs: dict[str, float] = defaultdict(float)
     for row, value in seconds.items():
-        if row in ("forward", "backward", "replay"):
-            costs.update(divide_by_operators(value, operators[row]))
-        else:
-            costs[row] += value  # type: ignore[assignment]  # seconds, not counts
-    return dict(costs)
+        is_divided = row in ("forward", "backward", "replay")
+        for cost, part in (divide_by_operators(value, operators[row]) if is_divided else {row: value}).items():
+            costs[cost] += part
+    return costs
 
 
 class _KernelCosts(dict[str, str]):
