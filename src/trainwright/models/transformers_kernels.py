@@ -1,8 +1,8 @@
-"""Faster kernels for models of transformers: attention without needless masks, and the head fused with the loss.
+"""Faster kernels for models of transformers: attention without unnecessary masks, and head and loss in one.
 
 `use_fast_attention` registers an attention and a mask function with transformers under the name ATTENTION and makes a
 model use them; `fuse_head` replaces the forward of a causal language model. Weights, configs and results
-stay those of the stock model, up to rounding. `model.kernels: stock` leaves both out (from_config.py).
+are those of the stock model, up to rounding. `model.kernels: stock` disables both (from_config.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.models.layers.attention import attention, next_tokens
+from trainwright.models.layers.attention import attention, is_full, next_tokens
 from trainwright.models.layers.document_attention import (
     DocumentBorders,
     document_borders,
@@ -46,19 +47,38 @@ Visibility = Tensor | DocumentBorders | SlidingWindow | None
 
 
 def use_fast_attention(model: Any) -> bool:
-    """Makes a model of transformers use the attention of this file; returns False if its attention is its own.
+    """Makes a model of transformers use the attention of this file; returns False if it needs its own.
 
-    Only where transformers would choose `sdpa`: an `attn_implementation` that is set, and models that need `eager`,
-    stay as they are.
+    Applies only where transformers would choose `sdpa` for all parts of the model. Layers that compute with their mask
+    instead of passing it on need a tensor, so they are left unchanged as well.
     """
     from transformers import PreTrainedModel
 
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if any(part.config._attn_implementation != "sdpa" or not part._can_set_attn_implementation() for part in parts):
         return False
+    layers = {type(module) for module in model.modules() if not isinstance(module, PreTrainedModel)}
+    if any(_computes_with_mask(layer.forward) for layer in layers):
+        return False
     _register()
     model.set_attn_implementation(ATTENTION)
     return True
+
+
+@cache
+def _computes_with_mask(forward: Callable[..., Any]) -> bool:
+    """Returns True if the source of a layer's forward reads its `attention_mask`, or cannot be read."""
+    try:
+        parameters = inspect.signature(forward).parameters
+        if "attention_mask" not in parameters:
+            return False
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError, ValueError):
+        return True
+    return bool(_READ_MASK.search(source))
+
+
+_READ_MASK = re.compile(r"\battention_mask\s*[\[.]|[-+*&|~]\s*attention_mask\b|torch\.\w+\(\s*attention_mask\b")
 
 
 @cache
@@ -70,15 +90,6 @@ def _register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, make_mask)
 
 
-def all_visible(num_rows: int, length: int, device: torch.device) -> Tensor:
-    """Returns a mask [B, S] of ones for rows without padding. `make_mask` recognizes it by its strides, which are 0.
-
-    Compiled code cannot read values. Without a mask transformers looks for documents in the positions, and compiles
-    that into a mask [B, 1, S, S] even if there are none.
-    """
-    return torch.ones((), dtype=torch.bool, device=device).expand(num_rows, length)
-
-
 def make_mask(
     *,
     mask_function: Callable[..., Tensor],
@@ -88,24 +99,25 @@ def make_mask(
 ) -> Visibility:
     """The mask function of transformers' registry: returns what `attend` needs to know, as little as possible.
 
-    Padding and documents are borders in blocks where these pay; all else is what transformers makes of it for sdpa.
+    Padding and documents are borders in blocks where these are faster; all else is the mask of transformers for sdpa.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
     length = arguments["kv_length"]
-    if attention_mask is not None and attention_mask.stride()[-1] == 0 and attention_mask.shape[-1] == length:
-        attention_mask = None  # `all_visible`
-    if mask_function is bidirectional_mask_function and attention_mask is None and local_size is None:
-        if arguments.get("allow_is_bidirectional_skip"):
+    if attention_mask is not None and is_full(attention_mask) and attention_mask.shape[-1] == length:
+        attention_mask = None
+    if "allow_is_bidirectional_skip" in arguments:  # only encoders and attention to an encoder have this argument
+        is_plain = mask_function is bidirectional_mask_function and attention_mask is None and local_size is None
+        if is_plain and arguments["allow_is_bidirectional_skip"]:
             return None
-    elif _has_own_keys(arguments) and not arguments.get("use_vmap"):  # which announces a user's own mask function
+    elif _has_own_keys(arguments) and not arguments.get("use_vmap"):  # set for a user's own mask function
         window = local_size if local_size is not None and local_size < length else None
         if arguments.get("allow_is_causal_skip"):  # no other pattern than padding and windows
             if attention_mask is None and window is None:
                 return None
-            if attention_mask is None and window == getattr(arguments.get("config"), "sliding_window", None):
-                assert window is not None
-                return SlidingWindow(window)  # other local patterns are chunks
+            is_sliding = window == getattr(arguments.get("config"), "sliding_window", None)  # otherwise chunks
+            if attention_mask is None and window is not None and is_sliding:
+                return SlidingWindow(window)
             if attention_mask is not None and window is None and has_blocks(attention_mask):
                 return padded_borders(attention_mask)
         elif mask_function.__name__ == "and_mask" and attention_mask is None and window is None:
@@ -179,10 +191,10 @@ def _dense(mask: Visibility, queries: Tensor) -> Tensor | None:
 
 
 class FusedForward:
-    """The forward of a causal language model whose training steps compute head and loss in one, without the logits.
+    """The forward of a causal language model that computes head and loss in one while training, without the logits.
 
-    Every call checks that the head is a plain linear layer and the loss function the model's own (`fuses_loss`, whose
-    `wanted` it has). Otherwise, and in evaluation, the stock forward runs.
+    Every call checks that the head is a plain linear layer and that the loss function is the model's own; `fuses_loss`
+    explains `wanted`. Otherwise, and in evaluation, the stock forward runs.
     """
 
     def __init__(self, model: Any, *, wanted: bool | None = None) -> None:
@@ -190,16 +202,27 @@ class FusedForward:
         self._model = model
         self._wanted = wanted
         self._loss_function = model.loss_function
+        self._output = _output_without_logits()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy of the model needs; the class of the outputs has no importable name."""
+        return {name: value for name, value in vars(self).items() if name != "_output"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy."""
+        vars(self).update(state, _output=_output_without_logits())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the stock forward does or, with head and loss in one, an output whose logits are None."""
+        """Returns the outputs of the stock forward or, with head and loss in one, outputs without logits."""
         model = self._model
         if args or not self._may_fuse(model, kwargs):
             return type(model).forward(model, *args, **kwargs)
         labels = kwargs.pop("labels")
         kwargs.pop("logits_to_keep", None)
         outputs = model.base_model(**kwargs)
-        return _without_logits(outputs, head_loss(model.get_output_embeddings(), outputs[0], next_tokens(labels)))
+        loss = head_loss(model.get_output_embeddings(), outputs[0], next_tokens(labels))
+        kept = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        return self._output(loss=loss, **kept)
 
     def _may_fuse(self, model: Any, kwargs: Mapping[str, Any]) -> bool:
         if kwargs.get("labels") is None or any(kwargs.get(name) is not None for name in _OTHER_LOSSES):
@@ -214,26 +237,50 @@ _OTHER_LOSSES = ("num_items_in_batch", "shift_labels", "return_dict")
 """Arguments that change the loss or the kind of output."""
 
 
-def fuse_head(model: Any, *, wanted: bool | None = None) -> bool:
-    """Replaces the forward of a causal language model by a `FusedForward`; returns False if it would not be equal.
+@cache
+def _output_without_logits() -> type[Any]:
+    """Returns the class of a training step's outputs: reading their logits raises an error that names the setting."""
+    from transformers.modeling_outputs import ModelOutput
 
-    Equal are models whose forward calls the body, the head and the mean loss over the next tokens, and nothing else,
-    which is read from its source.
+    @dataclass
+    class OutputWithoutLogits(ModelOutput):  # type: ignore[misc]  # transformers is not annotated
+        loss: Tensor | None = None
+        past_key_values: Any = None
+        hidden_states: Any = None
+        attentions: Any = None
+
+        @property
+        def logits(self) -> NoReturn:
+            raise AttributeError(NO_LOGITS)
+
+        def __getitem__(self, key: Any) -> Any:
+            if key == "logits":
+                raise KeyError(NO_LOGITS)
+            return super().__getitem__(key)
+
+    return OutputWithoutLogits
+
+
+NO_LOGITS = (
+    "This training step has no logits: the model computes head and loss in one, which saves the memory of the logits. "
+    "Set model.fused_loss: false to compute them; evaluation always does."
+)
+
+
+def has_plain_head(model: Any) -> bool:
+    """Returns True if head and loss can be one: the forward calls the body, the head and the mean loss of next tokens.
+
+    That it does nothing else is read from its source.
     """
     caps_logits = getattr(model.config, "final_logit_softcapping", None) is not None
     if model.base_model is model or caps_logits or not _is_plain_forward(type(model).forward):
         return False
-    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
-        return False
+    return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+
+
+def fuse_head(model: Any, *, wanted: bool | None = None) -> None:
+    """Replaces the forward of a causal language model by a `FusedForward`; call it if `has_plain_head`."""
     model.forward = FusedForward(model, wanted=wanted)
-    return True
-
-
-def _without_logits(outputs: Any, loss: Tensor) -> Any:
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    kept = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
-    return CausalLMOutputWithPast(loss=loss, logits=None, **kept)
 
 
 _CAP = "self.config.final_logit_softcapping is not None"
@@ -249,7 +296,7 @@ _PLAIN_VALUES = {
 def _is_plain_forward(forward: Callable[..., Any]) -> bool:
     """Returns True if the source uses the head's logits for the mean loss over the next tokens, and changes neither."""
     function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
-    # A cap on the logits has no effect where its setting is None, which `fuse_head` checks.
+    # A cap on the logits has no effect where its setting is None, which `has_plain_head` checks.
     capped = [each for each in ast.walk(function) if isinstance(each, ast.If) and ast.unparse(each.test) == _CAP]
     ignored = {inner for each in capped for inner in ast.walk(each)}
     assigned: dict[str, list[str]] = {name: [] for name in (*_PLAIN_VALUES, "labels")}

@@ -6,11 +6,13 @@ model that holds all of it; parallel/context.py has the one that is sharded.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainwright.backends import waits_for_memory
+from trainwright.backends import reads_at_once, waits_for_memory
 from trainwright.errors import DataError
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.layers.document_attention import (
@@ -27,12 +29,46 @@ from trainwright.models.layers.window_attention import attend_within_window, ban
 Mask = Tensor | DocumentBorders
 
 
+def is_full(attention_mask: Tensor) -> bool:
+    """Returns True for a mask [B, S] that was made by `full_rows`: no token is padding.
+
+    It is recognized by its strides, which are 0, because compiled code and code that must not wait for the device
+    cannot read values.
+    """
+    return attention_mask.dim() == 2 and not any(attention_mask.stride())
+
+
+def full_rows(num_rows: int, length: int, *, device: torch.device, dtype: torch.dtype = torch.bool) -> Tensor:
+    """Returns a mask [B, S] of ones, for rows without padding, that `is_full` recognizes."""
+    return torch.ones((), dtype=dtype, device=device).expand(num_rows, length)
+
+
+def mark_full_rows(batch: Any) -> Any:
+    """Returns a batch on the host in which masks [B, S] without padding are those of `full_rows`, with equal values.
+
+    Collators often add a mask of ones to full rows. On the device its values could not be read without waiting.
+    """
+    if not isinstance(batch, dict):
+        return batch
+    marked = {}
+    for name in MASK_NAMES:
+        mask = batch.get(name)
+        is_on_host = isinstance(mask, Tensor) and mask.dim() == 2 and reads_at_once(mask.device)
+        if is_on_host and mask.numel() and not mask.is_floating_point() and mask.eq(1).all():
+            marked[name] = full_rows(*mask.shape, device=mask.device, dtype=mask.dtype)
+    return {**batch, **marked} if marked else batch
+
+
+MASK_NAMES = ("attention_mask", "decoder_attention_mask")
+"""The fields of a batch that are 0 at padding."""
+
+
 def unpadded_keys(attention_mask: Tensor | None) -> Tensor | None:
     """Returns the mask of an encoder, [B, 1, 1, S]: every query sees every key that is not padding (0).
 
     A mask [B, 1, S, S] is bool and taken as it is. None stays None: all see all.
     """
-    if attention_mask is None:
+    if attention_mask is None or is_full(attention_mask):
         return None
     if attention_mask.dim() == 4:
         return checked_mask(attention_mask)
@@ -62,6 +98,8 @@ def decoder_mask(
     where they are faster, else a mask [B, 1, S, S]. `is_whole` is that of the model's sequence: one that is split over
     ranks takes masks only.
     """
+    if attention_mask is not None and is_full(attention_mask):
+        attention_mask = None
     if is_whole and attention_mask is None and document_ids is not None and has_blocks(document_ids):
         return document_borders(document_ids)
     is_padded = document_ids is None and attention_mask is not None and attention_mask.dim() == 2
