@@ -11,6 +11,7 @@ import ast
 import inspect
 import re
 import textwrap
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -239,7 +240,10 @@ _OTHER_LOSSES = ("num_items_in_batch", "shift_labels", "return_dict")
 
 @cache
 def _output_without_logits() -> type[Any]:
-    """Returns the class of a training step's outputs: reading their logits raises an error that names the setting."""
+    """Returns the class of a training step's outputs, whose attribute `logits` raises an error that names the setting.
+
+    As a mapping it has the key, with None, as the outputs of shipped models do.
+    """
     from transformers.modeling_outputs import ModelOutput
 
     @dataclass
@@ -253,10 +257,9 @@ def _output_without_logits() -> type[Any]:
         def logits(self) -> NoReturn:
             raise AttributeError(NO_LOGITS)
 
-        def __getitem__(self, key: Any) -> Any:
-            if key == "logits":
-                raise KeyError(NO_LOGITS)
-            return super().__getitem__(key)
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            OrderedDict.__setitem__(self, "logits", None)  # that of ModelOutput would set the attribute
 
     return OutputWithoutLogits
 

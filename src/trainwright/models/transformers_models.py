@@ -24,7 +24,7 @@ from trainwright.backends.private_torch import constant_in_compiled_code
 from trainwright.config.problems import nearest
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events.mean import IGNORED_LABEL
-from trainwright.models.layers.attention import full_rows
+from trainwright.models.layers.attention import MASK_NAMES, full_rows, is_full
 from trainwright.models.model import Model
 from trainwright.models.pretrained import (
     CONFIG_FILE,
@@ -80,17 +80,29 @@ class _ForwardHook:
         given = any(kwargs.get(name) is not None for name in ("labels", "position_ids", "document_ids"))
         if self._disables_cache and (model.training or given):
             kwargs.setdefault("use_cache", False)
-        if self.marks_full_rows and not args and all(kwargs.get(name) is None for name in _NOT_PLAIN):
-            tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-            if isinstance(tokens, Tensor) and tokens.dim() > 1:
-                # Without a mask transformers looks for documents in the positions, which waits for the device or,
-                # compiled, makes a mask [B, 1, S, S] even if there are none.
-                kwargs["attention_mask"] = full_rows(*tokens.shape[:2], device=tokens.device)
+        if self.marks_full_rows and not args:
+            _mark_full_rows(kwargs)
         return args, kwargs
 
 
 _NOT_PLAIN = ("attention_mask", "position_ids", "document_ids", "past_key_values")
 """The arguments of a batch with padding, documents or a cache."""
+
+
+def _mark_full_rows(kwargs: dict[str, Any]) -> None:
+    """Adds the mask of `full_rows` to rows without padding, or makes the one that they have bool.
+
+    Without a mask transformers looks for documents in the positions, which waits for the device or, compiled, makes a
+    mask [B, 1, S, S] even if there are none. A mask of another dtype would be converted, which loses its strides.
+    """
+    for name in MASK_NAMES:
+        mask = kwargs.get(name)
+        if isinstance(mask, Tensor) and is_full(mask):
+            kwargs[name] = full_rows(*mask.shape, device=mask.device)
+    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    is_plain = all(kwargs.get(name) is None for name in _NOT_PLAIN)
+    if is_plain and isinstance(tokens, Tensor) and tokens.dim() > 1:
+        kwargs["attention_mask"] = full_rows(*tokens.shape[:2], device=tokens.device)
 
 
 def recognizes_full_rows(model: nn.Module) -> bool:
