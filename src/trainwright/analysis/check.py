@@ -593,7 +593,7 @@ class MaskCheck:
         """Adds a finding if the config selects the attention of transformers that computes all pairs of tokens."""
         section, model = self._case.config.model, self._trainer.model
         given = None if section is None else section.get("attn_implementation")
-        if given == "eager" and getattr(model, "_supports_sdpa", False) and is_transformers_class(type(model)):
+        if given == "eager" and is_transformers_class(type(model)):
             problem = "attn_implementation: eager holds a mask and the weights of all pairs of tokens in memory."
             advice = "Remove it, unless the attention weights are read: the default uses the fastest kernel."
             self._case.add("remark", problem, advice, self._case.setting("model.attn_implementation"))
