@@ -17,7 +17,7 @@ from trainwright.errors import ConfigError
 from trainwright.models import transformers_kernels as kernels
 from trainwright.models.from_config import build_model_section
 from trainwright.models.layers import attention as masks
-from trainwright.models.layers import document_attention
+from trainwright.models.layers import document_attention, kernel_table, varlen_attention
 from trainwright.models.transformers_models import build_transformers, find_crossings
 from trainwright.parallel.fully_shard import SplitSettings, shard_parameters
 
@@ -102,7 +102,7 @@ def assert_equal_steps(stock, ours, batch, run=None, **tolerance):
 def blocks(monkeypatch):
     """Makes padding and documents borders in blocks, as on a GPU; without its kernel they become masks late."""
     for module in (kernels, masks):
-        monkeypatch.setattr(module, "has_blocks", lambda rows: not rows.shape[1] % document_attention.BLOCK)
+        monkeypatch.setattr(module, "has_blocks", lambda rows, *_, **__: not rows.shape[1] % document_attention.BLOCK)
 
 
 @pytest.mark.parametrize("kind", ["plain", "padded right", "padded left", "packed", "mask"])
@@ -111,6 +111,23 @@ def test_a_decoder_has_the_stock_loss_and_gradients(name, kind, blocks):
     stock, ours = pair(name, DECODERS[name])
     tolerance = {"atol": 2e-5, "rtol": 2e-4}
     assert_equal_steps(stock, ours, batch_of(kind), **tolerance)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"])
+def test_documents_by_their_starts_have_the_stock_loss_and_gradients(name, monkeypatch):
+    by_starts = (kernel_table.Row("varlen", 0, kernel_table.FLASH_WIDTHS),)
+    monkeypatch.setattr(kernel_table, "FASTEST", dict.fromkeys(kernel_table.FASTEST, by_starts))
+    seen = []
+    make_mask = kernels.make_mask
+    monkeypatch.setattr(kernels, "make_mask", lambda **given: seen.append(make_mask(**given)) or seen[-1])
+    monkeypatch.setattr(kernels, "ATTENTION", "by_starts")
+    kernels._register.cache_clear()
+    stock, ours = pair(name, DECODERS[name])
+    assert_equal_steps(stock, ours, batch_of("packed"), atol=2e-5, rtol=2e-4)
+    assert {type(each) for each in seen} == {varlen_attention.DocumentStarts}
+    windows = {"LlamaForCausalLM": {None}, "MistralForCausalLM": {64}, "Gemma3ForCausalLM": {None, 64}}
+    assert {each.window for each in seen} == windows[name]
+    kernels._register.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["plain", "padded right", "mask"])

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ class CudaBackend(Backend):
     def claim(self) -> None:
         """Makes this device the current one, for NCCL and for kernels that use the current device."""
         torch.cuda.set_device(self.device)
+        if not torch.are_deterministic_algorithms_enabled():
+            activate_flash(torch.cuda.get_device_capability(self.device)[0])
 
     def repeat_bits(self) -> None:
         """Also sets the workspace with which matrix products have a fixed order of summation."""
@@ -213,6 +216,43 @@ class CudaBackend(Backend):
         # Otherwise the allocator could reuse a batch's memory on the copy stream while it is still in use.
         _map_tensors(lambda tensor: tensor.record_stream(current), batch)
         return batch
+
+
+FLASH_PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
+"""The modules that torch takes newer versions of FlashAttention from; it contains version 2."""
+FLASH_OF_CAPABILITY = {9: ("FA3", "FA4"), 10: ("FA4",)}
+"""The versions for Hopper and Blackwell, the faster one first."""
+
+
+def activate_flash(capability: int) -> str | None:
+    """Makes torch's flash kernel that of FlashAttention 3 or 4 if its package is installed; returns which.
+
+    The choice is the process's. One that the user has activated is kept.
+    """
+    from torch.nn import attention
+
+    activate = getattr(attention, "activate_flash_attention_impl", None)  # not in every torch
+    if activate is None:
+        return None
+    active = attention.current_flash_attention_impl()
+    if active is not None:
+        return active
+    for version in FLASH_OF_CAPABILITY.get(capability, ()):
+        module = FLASH_PACKAGES[version]
+        try:
+            if find_spec(module) is None:
+                continue
+            activate(version)
+        except ModuleNotFoundError as error:
+            if error.name is not None and module.startswith(error.name):
+                continue  # the package, or this part of it, is not installed
+            logger.warning("%s is installed, but FlashAttention cannot be used: %s", module, error)
+        except Exception as error:  # a package for another torch or CUDA fails in many ways
+            logger.warning("%s is installed, but FlashAttention cannot be used: %s", module, error)
+        else:
+            logger.info("Attention uses FlashAttention %s (%s).", version.removeprefix("FA"), module)
+            return version
+    return None
 
 
 def _map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:

@@ -20,16 +20,16 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from trainwright.models.layers.attention import attention, is_full, next_tokens
+from trainwright.models.layers.attention import Mask, attention, is_full, next_tokens
 from trainwright.models.layers.document_attention import (
     DocumentBorders,
     document_borders,
     has_blocks,
     padded_borders,
-    visible_pairs,
 )
+from trainwright.models.layers.kernel_table import fastest
 from trainwright.models.layers.losses import fuses_loss, head_loss
-from trainwright.models.layers.window_attention import band
+from trainwright.models.layers.varlen_attention import DocumentStarts, band, document_starts
 
 Kernels = Literal["fast", "stock"]
 """The values of `model.kernels`: those of this file, or transformers' own."""
@@ -43,7 +43,7 @@ class SlidingWindow(NamedTuple):
     size: int
 
 
-Visibility = Tensor | DocumentBorders | SlidingWindow | None
+Visibility = Mask | SlidingWindow | None
 """What `make_mask` returns and `attend` gets; None: causality alone decides, or in an encoder nothing."""
 
 
@@ -113,22 +113,33 @@ def make_mask(
             return None
     elif _has_own_keys(arguments) and not arguments.get("use_vmap"):  # set for a user's own mask function
         window = local_size if local_size is not None and local_size < length else None
+        config = arguments.get("config")
+        is_sliding = window is None or window == getattr(config, "sliding_window", None)  # otherwise chunks
+        width = _head_width(config)
         if arguments.get("allow_is_causal_skip"):  # no other pattern than padding and windows
             if attention_mask is None and window is None:
                 return None
-            is_sliding = window == getattr(arguments.get("config"), "sliding_window", None)  # otherwise chunks
             if attention_mask is None and window is not None and is_sliding:
                 return SlidingWindow(window)
-            if attention_mask is not None and window is None and has_blocks(attention_mask):
+            if attention_mask is not None and window is None and has_blocks(attention_mask, "padded", width=width):
                 return padded_borders(attention_mask)
-        elif mask_function.__name__ == "and_mask" and attention_mask is None and window is None:
+        elif mask_function.__name__ == "and_mask" and attention_mask is None:
             documents = _documents(mask_function, arguments)
-            if has_blocks(documents):
+            if window is None and has_blocks(documents, width=width):
                 return document_borders(documents)
+            if is_sliding and fastest("packed" if window is None else "packed window", length, width) == "varlen":
+                return document_starts(documents, window=window)
     mask: Tensor | None = sdpa_mask(
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, **arguments
     )
     return mask
+
+
+def _head_width(config: Any) -> int | None:
+    """Returns the width of a head by the names that most configs use; None if it has other ones."""
+    width = getattr(config, "head_dim", None)
+    sizes = (getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None))
+    return width or (sizes[0] // sizes[1] if all(sizes) else None)
 
 
 def _has_own_keys(arguments: dict[str, Any]) -> bool:
@@ -188,7 +199,7 @@ def _dense(mask: Visibility, queries: Tensor) -> Tensor | None:
     """Returns a mask of all pairs for a function that accepts no other."""
     if isinstance(mask, SlidingWindow):
         return band(queries.shape[2], mask.size, device=queries.device)
-    return visible_pairs(mask.document_ids, mask.key_ids) if isinstance(mask, DocumentBorders) else mask
+    return mask.visible() if isinstance(mask, DocumentBorders | DocumentStarts) else mask
 
 
 class FusedForward:
