@@ -93,7 +93,7 @@ def _register() -> None:
 
 def make_mask(
     *,
-    mask_function: Callable[..., Tensor],
+    mask_function: Any,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **arguments: Any,
@@ -138,8 +138,8 @@ def make_mask(
 def _head_width(config: Any) -> int | None:
     """Returns the width of a head by the names that most configs use; None if it has other ones."""
     width = getattr(config, "head_dim", None)
-    sizes = (getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None))
-    return width or (sizes[0] // sizes[1] if all(sizes) else None)
+    features, num_heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    return width or (features // num_heads if features and num_heads else None)
 
 
 def _has_own_keys(arguments: dict[str, Any]) -> bool:
@@ -188,7 +188,7 @@ def attend(
         return result
     window = None
     if isinstance(attention_mask, SlidingWindow):
-        attention_mask, window = None, attention_mask.size
+        window, attention_mask = attention_mask.size, None
     mixed = attention(
         query, key, value, mask=attention_mask, is_causal=is_causal, window=window, dropout=dropout, scale=scaling
     )
@@ -255,10 +255,10 @@ def _output_without_logits() -> type[Any]:
 
     As a mapping it has the key, with None, as the outputs of shipped models do.
     """
-    from transformers.modeling_outputs import ModelOutput
+    from transformers.utils import ModelOutput
 
     @dataclass
-    class OutputWithoutLogits(ModelOutput):  # type: ignore[misc]  # transformers is not annotated
+    class OutputWithoutLogits(ModelOutput):
         loss: Tensor | None = None
         past_key_values: Any = None
         hidden_states: Any = None
@@ -269,7 +269,7 @@ def _output_without_logits() -> type[Any]:
             raise AttributeError(NO_LOGITS)
 
         def __post_init__(self) -> None:
-            super().__post_init__()
+            super().__post_init__()  # type: ignore[no-untyped-call]  # transformers does not annotate it
             OrderedDict.__setitem__(self, "logits", None)  # that of ModelOutput would set the attribute
 
     return OutputWithoutLogits

@@ -60,7 +60,7 @@ def mark_full_rows(batch: Any) -> Any:
         return batch
     marked = {}
     for name in MASK_NAMES:
-        mask = batch.get(name)
+        mask: Any = batch.get(name)
         is_on_host = isinstance(mask, Tensor) and mask.dim() == 2 and reads_at_once(mask.device)
         if is_on_host and mask.numel() and not mask.is_floating_point() and mask.eq(1).all():
             marked[name] = full_rows(*mask.shape, device=mask.device, dtype=mask.dtype)
@@ -214,7 +214,7 @@ def attention(
             mask = near if mask is None else mask & near
         else:
             mask = mask.masked_fill(~near, torch.finfo(mask.dtype).min)
-    options = {"dropout": dropout, "scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"dropout": dropout, "scale": scale, "enable_gqa": enable_gqa}
     return WholeSequence().attend(queries, keys, values, mask=mask, is_causal=is_causal and mask is None, **options)
 
 

@@ -78,7 +78,8 @@ def attend_by_starts(
     # torch 2.11 accepts fewer key heads than query heads without being asked to.
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _arguments() else {}
     options["window_size"] = (-1 if window is None else window - 1, 0)
-    mixed: Any = varlen_attn(*flat, starts, starts, length, length, scale=scale, **options)
+    kernel: Any = varlen_attn  # its arguments differ between versions of torch
+    mixed = kernel(*flat, starts, starts, length, length, scale=scale, **options)
     result: Tensor = mixed.view(num_rows, length, num_heads, width).transpose(1, 2)
     return result
 
