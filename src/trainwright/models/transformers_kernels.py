@@ -255,7 +255,7 @@ def _output_without_logits() -> type[Any]:
 
     As a mapping it has the key, with None, as the outputs of shipped models do.
     """
-    from transformers.utils import ModelOutput
+    from transformers.utils import ModelOutput  # type: ignore[attr-defined]  # public, but not by __all__
 
     @dataclass
     class OutputWithoutLogits(ModelOutput):
