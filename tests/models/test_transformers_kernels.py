@@ -291,6 +291,12 @@ def test_a_cap_of_the_logits_is_not_fused():
     assert "forward" not in vars(ours)
 
 
+def test_a_forward_without_source_is_not_fused():
+    scope = {}
+    exec("def forward(self, labels):\n    logits = self.lm_head(hidden_states)\n", scope)
+    assert not kernels._is_plain_forward(scope["forward"])
+
+
 def test_evaluation_hooks_and_other_losses_get_logits():
     _, ours = pair("LlamaForCausalLM", GROUPED)
     assert ours(**batch_of("plain")).logits is not None  # by itself, only on a GPU
@@ -299,6 +305,8 @@ def test_evaluation_hooks_and_other_losses_get_logits():
     assert ours(**batch, num_items_in_batch=torch.tensor(7)).logits is not None
     assert ours(input_ids=batch["input_ids"]).logits is not None
     assert ours(batch["input_ids"], labels=batch["labels"]).logits is not None
+    assert isinstance(ours(**batch, return_dict=False), tuple)
+    assert not hasattr(ours(**batch), "logits")
     ours.eval()
     assert ours(**batch).logits is not None
 

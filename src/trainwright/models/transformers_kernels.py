@@ -178,8 +178,9 @@ def attend(
 
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    # Score caps raise there, a position bias is added, a cache of pages is filled.
+    # Score caps raise there, a position bias is added, a cache of pages is filled, weights are warned of.
     is_special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux", "cache"))
+    is_special = is_special or bool(kwargs.get("output_attentions"))
     if is_special or (attention_mask is None and is_causal and query.shape[2] != key.shape[2]):
         mask = _dense(attention_mask, query)
         result: tuple[Tensor, None] = sdpa_attention_forward(
@@ -309,7 +310,10 @@ _PLAIN_VALUES = {
 @cache
 def _is_plain_forward(forward: Callable[..., Any]) -> bool:
     """Returns True if the source uses the head's logits for the mean loss over the next tokens, and changes neither."""
-    function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
+    except (OSError, TypeError, SyntaxError):  # there is no source, or it is not that of a function
+        return False
     # A cap on the logits has no effect where its setting is None, which `has_plain_head` checks.
     capped = [each for each in ast.walk(function) if isinstance(each, ast.If) and ast.unparse(each.test) == _CAP]
     ignored = {inner for each in capped for inner in ast.walk(each)}
