@@ -291,6 +291,8 @@ OTHERS = {
     "_replace": "namedtuple",
     "_fingerprint": "datasets.Dataset",
     "_reductions": "torchmetrics.Metric",
+    "_attn_implementation": "transformers' configs",
+    "_can_set_attn_implementation": "transformers' models",
     "_from_config": "transformers' models",
     "_model_mapping": "transformers' auto classes",
     "_new_buffer": "torchao's optimizers",

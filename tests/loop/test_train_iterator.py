@@ -25,7 +25,7 @@ def equal(ours, theirs):
 
 def test_batches_come_in_the_datas_order_and_are_counted(trainer):
     data = trainer.train_data
-    with TrainIterator(data, trainer.backend) as feed:
+    with TrainIterator(data, trainer.batches_to_device) as feed:
         assert iter(feed) is feed
         first = take(feed, 3)
         assert data.order_position == 24
@@ -34,7 +34,7 @@ def test_batches_come_in_the_datas_order_and_are_counted(trainer):
 
 def test_after_going_back_the_same_batches_come_again(trainer):
     data = trainer.train_data
-    with TrainIterator(data, trainer.backend) as feed:
+    with TrainIterator(data, trainer.batches_to_device) as feed:
         take(feed, 1)
         state = data.state_dict()
         first = take(feed, 3)
@@ -46,7 +46,7 @@ def test_after_going_back_the_same_batches_come_again(trainer):
 
 def test_after_going_back_what_is_left_out_does_not_come(trainer):
     data = trainer.train_data
-    with TrainIterator(data, trainer.backend) as feed:
+    with TrainIterator(data, trainer.batches_to_device) as feed:
         take(feed, 1)
         state = data.state_dict()
         first = take(feed, 3)
@@ -60,7 +60,7 @@ def test_after_going_back_what_is_left_out_does_not_come(trainer):
 def test_a_feed_that_has_ended_begins_anew_where_the_data_stands(tmp_path):
     trainer = make(tmp_path / "run", *PLAIN[:3], STREAM)
     data = trainer.train_data
-    with TrainIterator(data, trainer.backend) as feed:
+    with TrainIterator(data, trainer.batches_to_device) as feed:
         take(feed, 3)
         state = data.state_dict()
         last = take(feed, 2)
@@ -72,7 +72,7 @@ def test_a_feed_that_has_ended_begins_anew_where_the_data_stands(tmp_path):
 
 
 def test_a_feed_that_was_left_gives_nothing_more(trainer):
-    with TrainIterator(trainer.train_data, trainer.backend) as feed:
+    with TrainIterator(trainer.train_data, trainer.batches_to_device) as feed:
         take(feed, 1)
     with pytest.raises(StopIteration):
         next(feed)
@@ -80,7 +80,7 @@ def test_a_feed_that_was_left_gives_nothing_more(trainer):
 
 
 def test_a_feed_is_closed_when_training_fails(trainer):
-    feed = TrainIterator(trainer.train_data, trainer.backend)
+    feed = TrainIterator(trainer.train_data, trainer.batches_to_device)
 
     def fail():
         with feed:

@@ -549,18 +549,115 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES]) + more
 
 
+# attention
+
+
+class MaskCheck:
+    """Looks for masks of attention that change nothing; HostSyncMode calls it for every call of attention.
+
+    A mask of all pairs of tokens takes memory and time, and excludes the fastest kernels.
+    """
+
+    def __init__(self, trainer: Trainer, case: Case) -> None:
+        self._trainer = trainer
+        self._case = case
+        self.num_unmasked = 0
+        """Calls without a mask, or with causality alone."""
+        self.num_masked = 0
+
+    def __call__(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: SourceLocation | None
+    ) -> None:
+        """Adds a finding for a mask that is causal or lets every token see all; accepts other calls."""
+        is_module = name == "multi_head_attention_forward"
+        mask = kwargs.get("attn_mask", args[3] if len(args) > 3 and not is_module else None)
+        if not isinstance(mask, torch.Tensor) or kwargs.get("is_causal"):
+            self.num_unmasked += 1
+            return
+        self.num_masked += 1
+        if location is None or is_transformers_class(type(self._trainer.model)):
+            return  # trainwright's own attention, or that of transformers, whose masks are checked when compiled
+        pattern = _pattern_of(mask)
+        if pattern is None:
+            return
+        instead = "attention(queries, keys, values) of trainwright.models.layers.attention"
+        if pattern == "all":
+            problem = f"attention gets a mask {list(mask.shape)} that hides nothing: this batch has no padding."
+            advice = f"Pass attn_mask only for batches with padding, or use {instead} with is_causal=False."
+        else:
+            problem = f"attention gets a causal mask {list(mask.shape)} of all pairs of tokens."
+            advice = f"Pass is_causal=True instead of attn_mask, or use {instead}, which selects the fastest kernel."
+            if is_module:
+                advice = f"Pass is_causal=True and need_weights=False as well, or use {instead}."
+        self._case.add("remark", problem, advice, location)
+
+    def check_setting(self) -> None:
+        """Adds a finding if the config selects the attention of transformers that computes all pairs of tokens."""
+        section, model = self._case.config.model, self._trainer.model
+        given = None if section is None else section.get("attn_implementation")
+        if given == "eager" and is_transformers_class(type(model)):
+            problem = "attn_implementation: eager holds a mask and the weights of all pairs of tokens in memory."
+            advice = "Remove it, unless the attention weights are read: the default uses the fastest kernel."
+            self._case.add("remark", problem, advice, self._case.setting("model.attn_implementation"))
+
+    def check_graph(self, num_masked: int) -> None:
+        """Adds a finding if compiled code has masks, `num_masked` of them, where eager code needed none."""
+        section = self._case.config.model
+        if not num_masked or self.num_masked or not self.num_unmasked or section is None:
+            return
+        problem = "when it is compiled, this model makes a causal mask of all pairs of tokens for rows without padding."
+        advice, label = "Let it pass is_causal=True to attention where a batch has no padding.", "model.type"
+        if is_transformers_class(type(self._trainer.model)):
+            found = next((name for name in ("kernels", "attn_implementation") if name in section), None)
+            if found is not None:
+                advice, label = f"Remove {found}: the default needs no mask for such rows.", f"model.{found}"
+        self._case.add("remark", problem, advice, self._case.setting(label))
+
+
+def _pattern_of(mask: torch.Tensor) -> str | None:
+    """Returns "causal" or "all" for a mask [..., queries, keys] that hides nothing else, None for any other."""
+    if mask.dim() < 2 or mask.shape[-1] < 2:
+        return None
+    if mask.dtype == torch.bool:
+        visible = mask
+    elif mask.is_floating_point() and not mask.requires_grad:
+        visible = mask == 0
+        if not (mask[~visible] <= -1e4).all():
+            return None  # a bias that is added to the scores
+    else:
+        return None
+    if visible.all():
+        return "all"
+    if visible.shape[-1] != visible.shape[-2]:
+        return None
+    return "causal" if torch.equal(visible, torch.ones_like(visible).tril()) else None
+
+
 # graph safety
 
 
-def check_trace(forward: Callable[[], Any], *, severity: Severity, reported: Sequence[str], case: Case) -> None:
-    """Notes each graph break of a call; `reported` are the lines that findings have already."""
+def check_trace(
+    forward: Callable[[], Any], *, severity: Severity, reported: Sequence[str], masks: MaskCheck | None, case: Case
+) -> None:
+    """Notes each graph break of a call; `reported` are the lines that findings have already.
+
+    `masks` also looks for masks that only compiled code makes.
+    """
     fallback = case.setting("model.type", ["model"])
     compilations = Compilations(case.users)
+    masked: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            has_mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None) is not None
+            masked.extend([node] * (node.target is torch.nn.functional.scaled_dot_product_attention and has_mask))
+        return graph.forward
+
     torch.compiler.reset()
     try:
         # The eager pass has shown already what user code prints.
         with listening(compilations), contextlib.redirect_stdout(io.StringIO()):
-            torch.compile(forward, backend="eager")()
+            torch.compile(forward, backend=backend)()
     except Exception as error:
         first = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         problem = f"torch.compile cannot trace this forward: {first}."
@@ -569,6 +666,8 @@ def check_trace(forward: Callable[[], Any], *, severity: Severity, reported: Seq
     finally:
         with contextlib.suppress(Exception):
             torch.compiler.reset()
+    if masks is not None:
+        masks.check_graph(len(masked))
     for each in compilations.breaks.values():
         problem = f"a compiled graph breaks here: {each.reason}"
         file, _, line = each.location.rpartition(":")
@@ -851,9 +950,13 @@ class Trial:
         self.repeated_loss: float | None = None
         """The loss of the step that is being repeated after the checkpoint; None before that."""
         self.is_repeating = False
-        on_values = IdCheck(trainer, case)
+        ids, self.masks = IdCheck(trainer, case), MaskCheck(trainer, case)
+
+        def on_values(name: str, *call: Any) -> None:
+            (self.masks if "attention" in name else ids)(name, *call)
+
         self.watch = HostSyncMode(case.users, on_values=on_values)
-        self.eval_watch = HostSyncMode(case.users, in_forward_only=True, on_values=on_values)
+        self.eval_watch = HostSyncMode(case.users, in_forward_only=True, on_values=ids)
         for name in ("next_train_inputs", "run_forward", "train_step", "eval_step", "save"):
             setattr(trainer, name, partial(getattr(self, f"_{name}"), getattr(trainer, name)))
         self._model_hook = trainer.model.register_forward_pre_hook(self._record_inputs, with_kwargs=True)
@@ -1040,7 +1143,9 @@ class Trial:
         if is_trainers and isinstance(self.first_batch, Mapping):
             forward = partial(self.trainer.forward, **self.first_batch)
         reported = [str(each.location) for each in sightings if each.is_direct]
-        check_trace(forward, severity=severity, reported=reported, case=self.case)
+        self.masks.check_setting()
+        masks = self.masks if mode in _GRAPH_MODES else None
+        check_trace(forward, severity=severity, reported=reported, masks=masks, case=self.case)
         self.report.checked.append("graph safety")
 
     def _note(self, error: BaseException, *, label: str | None = None) -> None:

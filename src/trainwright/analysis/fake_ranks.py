@@ -322,7 +322,7 @@ def _first_batch(trainer: Trainer, mode: FakeTensorMode) -> Any:
     """Reads the first batch of this rank, or lets the trainer make it, and returns it as fake tensors."""
     data = trainer.train_data
     assert data is not None
-    with TrainIterator(data, trainer.backend) as feed:
+    with TrainIterator(data, trainer.batches_to_device) as feed:
         if not isinstance(data, MadeBatches):
             batch = trainer.next_train_inputs(feed)
         else:

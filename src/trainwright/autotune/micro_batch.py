@@ -224,7 +224,7 @@ def trial_steps(trainer: Trainer, largest: int, ranks: Ranks) -> Iterator[TrialS
         lengths = getattr(data.dataset, "lengths", None)
         if isinstance(data, TrainData) and lengths is not None and len(lengths) == len(data):
             data.order = _LongestFirst(lengths)
-        with TrainIterator(data, trainer.backend) as iterator:
+        with TrainIterator(data, trainer.batches_to_device) as iterator:
             yield TrialSteps(trainer, iterator, largest, sums_gradients=ranks.size > 1)
 
 

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -42,7 +43,10 @@ class CudaGraph:
         after the other: what outlives a replay, the outputs and the gradients, is referenced here, and the pool gives
         referenced memory to no other graph.
         """
-        self._inputs = [torch.empty_like(each) for each in inputs]
+        self._is_repeated = [is_repeated(each) for each in inputs]
+        self._inputs = [torch.empty_like(each) for each in self._without_repeats(inputs)]
+        given = zip(self._inputs, inputs, self._is_repeated, strict=True)
+        views = [own.expand(each.shape) if repeats else own for own, each, repeats in given]
         self._graph = torch.cuda.CUDAGraph()
         pool = None if shares_with is None else shares_with._graph.pool()
         generator = torch.cuda.default_generators[stream.device.index]
@@ -50,7 +54,7 @@ class CudaGraph:
         try:
             # Data threads may pin memory at the same time: only calls of this thread are checked.
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._outputs = [each.detach() for each in run(list(self._inputs))]
+                self._outputs = [each.detach() for each in run(views)]
         except BaseException:
             # A failed capture leaves the generator in capture mode, in which it draws no numbers outside of a graph.
             generator.graphsafe_set_state(before)
@@ -62,7 +66,7 @@ class CudaGraph:
     def replay(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Copies the inputs into the graph's memory, launches it, and copies its outputs out of that memory."""
         if inputs:
-            torch._foreach_copy_(self._inputs, list(inputs))
+            torch._foreach_copy_(self._inputs, self._without_repeats(inputs))
         self._graph.replay()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
@@ -70,6 +74,15 @@ class CudaGraph:
         if copies:
             torch._foreach_copy_(copies, self._outputs)
         return copies
+
+    def _without_repeats(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        pairs = zip(inputs, self._is_repeated, strict=True)
+        return [each[(0,) * each.dim()] if repeats else each for each, repeats in pairs]
+
+
+def is_repeated(tensor: Tensor) -> bool:
+    """Returns True for one element that is expanded to all positions, as the mask of full rows: only it is copied."""
+    return tensor.dim() > 0 and tensor.numel() > 0 and not any(tensor.stride())
 
 
 def warn_of_constants(outputs: Sequence[Tensor], device: torch.device) -> None:
@@ -107,6 +120,8 @@ class CudaBackend(Backend):
     def claim(self) -> None:
         """Makes this device the current one, for NCCL and for kernels that use the current device."""
         torch.cuda.set_device(self.device)
+        if not torch.are_deterministic_algorithms_enabled():
+            activate_flash(torch.cuda.get_device_capability(self.device)[0])
 
     def repeat_bits(self) -> None:
         """Also sets the workspace with which matrix products have a fixed order of summation."""
@@ -243,6 +258,8 @@ class CudaBackend(Backend):
         return f"{self.device} ({properties.name}, {properties.total_memory / 2**30:.0f} GiB)"
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if is_repeated(tensor):
+            return self._copy(tensor[(0,) * tensor.dim()]).expand(tensor.shape)
         # Only copies from pinned memory do not wait; pinning here costs a host copy if the loader did not pin.
         source = tensor if tensor.is_pinned() or tensor.is_cuda else tensor.pin_memory()
         return source.to(self.device, non_blocking=True)
@@ -275,6 +292,43 @@ def _without_tf32_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Please use the new API settings", category=UserWarning)
         yield
+
+
+FLASH_PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
+"""The modules that torch takes newer versions of FlashAttention from; it contains version 2."""
+FLASH_OF_CAPABILITY = {9: ("FA3", "FA4"), 10: ("FA4",)}
+"""The versions for Hopper and Blackwell, the faster one first."""
+
+
+def activate_flash(capability: int) -> str | None:
+    """Makes torch's flash kernel that of FlashAttention 3 or 4 if its package is installed; returns which.
+
+    The choice is the process's. One that the user has activated is kept.
+    """
+    from torch.nn import attention
+
+    activate = getattr(attention, "activate_flash_attention_impl", None)  # not in every torch
+    if activate is None:
+        return None
+    active = attention.current_flash_attention_impl()
+    if active is not None:
+        return active
+    for version in FLASH_OF_CAPABILITY.get(capability, ()):
+        module = FLASH_PACKAGES[version]
+        try:
+            if find_spec(module) is None:
+                continue
+            activate(version)
+        except ModuleNotFoundError as error:
+            if error.name is not None and module.startswith(error.name):
+                continue  # the package, or this part of it, is not installed
+            logger.warning("%s is installed, but FlashAttention cannot be used: %s", module, error)
+        except Exception as error:  # a package for another torch or CUDA fails in many ways
+            logger.warning("%s is installed, but FlashAttention cannot be used: %s", module, error)
+        else:
+            logger.info("Attention uses FlashAttention %s (%s).", version.removeprefix("FA"), module)
+            return version
+    return None
 
 
 def _map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:

@@ -82,6 +82,10 @@ _REPEATED = HostUse("the shape of repeat_interleave depends on values", "Give it
 _ONE_HOT = HostUse("one_hot without num_classes looks for the largest value", "Give it num_classes=….")
 
 
+WATCHED = ("cross_entropy", "nll_loss", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward")
+"""The functions whose arguments `on_values` sees."""
+
+
 @dataclass(frozen=True)
 class Sighting:
     """One use at one location; not `is_direct` if the line called library code that did it."""
@@ -120,7 +124,7 @@ class HostSyncMode(TorchFunctionMode):
         use = _host_use(name, args, kwargs)
         if use is not None:
             self._record(use)
-        if self._on_values is not None and name in ("cross_entropy", "nll_loss", "embedding"):
+        if self._on_values is not None and name in WATCHED:
             frame, _ = self._users_frame()
             self._on_values(name, args, kwargs, None if frame is None else line_of_frame(frame))
         return function(*args, **kwargs)

@@ -231,7 +231,7 @@ class Evaluator:
         failure: Exception | None = None
         with (
             EventStorage(keeps_media=ranks.mesh.is_first_of_stage) as puts,
-            closing(data.batches(trainer.backend.to_device)) as iterator,
+            closing(data.batches(trainer.batches_to_device)) as iterator,
         ):
             puts.step = trainer.state.step
             try:

@@ -285,10 +285,13 @@ class ConfiguredMetric:
             raise self._located(error) from error
 
     def require(self, outputs: Mapping[str, Any] | None, batch: Any) -> None:
-        """Rejects a forward or a batch that gives this metric nothing to measure."""
+        """Rejects a forward or a batch that gives this metric nothing to measure.
+
+        An output that only evaluation computes, such as the logits with a fused loss, is None in a training step.
+        """
         inputs = self._inputs(outputs, batch, None)
         check = getattr(self.metric, "check_inputs", None)
-        if check is not None:
+        if check is not None and inputs[0] is not None:
             try:
                 check(*inputs)
             except ConfigError as error:

@@ -46,7 +46,7 @@ from trainwright.compile.regions import (
 )
 from trainwright.config import BatchPlan, CheckpointSection, EvaluationSection, LogSection, RunConfig
 from trainwright.data.collators import plain_mappings
-from trainwright.data.loader import MadeBatches
+from trainwright.data.loader import MadeBatches, ToDevice
 from trainwright.data.order import chain_seed
 from trainwright.data.stream_loader import EvaluationData, StreamData, TrainingData
 from trainwright.errors import (
@@ -83,6 +83,8 @@ from trainwright.loop.task import Task, advise_fields, overrides
 from trainwright.loop.update import StepResult, Update, Updater
 from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
 from trainwright.models.from_config import FreezeRule
+from trainwright.models.layers.attention import mark_full_rows
+from trainwright.models.transformers_models import recognizes_full_rows
 from trainwright.optim.device_step import eval_weights, has_eval_weights
 from trainwright.optim.trainable import (
     OptimizerRecipe,
@@ -176,10 +178,10 @@ class TrainIterator(Iterator[Any]):
     Closing it ends the loader's workers.
     """
 
-    def __init__(self, data: TrainingData, backend: Backend) -> None:
+    def __init__(self, data: TrainingData, to_device: ToDevice) -> None:
         self._data = data
-        self._backend = backend
-        self._batches: Generator[Any, None, None] = data.batches(backend.to_device)
+        self._to_device = to_device
+        self._batches: Generator[Any, None, None] = data.batches(to_device)
         self.fetched = Batch(None, 0)
         """The last batch."""
         self.num_ignored = self.num_unlabelled = 0
@@ -196,7 +198,7 @@ class TrainIterator(Iterator[Any]):
     def restart(self) -> None:
         """Drops prefetched batches: the data was set to another position."""
         self._batches.close()
-        self._batches = self._data.batches(self._backend.to_device)
+        self._batches = self._data.batches(self._to_device)
 
     def __enter__(self) -> TrainIterator:
         return self
@@ -683,7 +685,7 @@ class Trainer:
         value = plain_mappings(value)
         num_samples = count_samples(value, fetched)
         if fetched is None:
-            value = next(iter(self.backend.to_device(iter([value]))))
+            value = next(iter(self.batches_to_device(iter([value]))))
         if isinstance(self.train_data, MadeBatches):
             counts = self.train_data.add_batch(num_samples)
             if counts is None:
@@ -691,6 +693,11 @@ class Trainer:
             self._updater.global_batch_size = sum(counts)
             self.num_micro_batches = self.context.batch_plan.num_micro_batches(max(counts))
         return Batch(value, num_samples)
+
+    def batches_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Returns the batches on the device; for models that recognize it, a mask without padding is marked as such."""
+        marks_rows = self.model is not None and recognizes_full_rows(self.model)
+        return self.backend.to_device(map(mark_full_rows, batches) if marks_rows else batches)
 
     def _make_current(self, batch: Batch) -> None:
         self._batch = batch
@@ -802,7 +809,7 @@ class Trainer:
         graph = self._make_graph_step() if self.config.runtime.mode == "graph" else None
         # Of ranks that share samples one counts them; of the loss of all ranks each stores its share.
         is_loss_rank, share = self.ranks.mesh.is_loss_rank, 1.0 / self.ranks.size
-        with self._running(), TrainIterator(data, self.backend) as iterator:
+        with self._running(), TrainIterator(data, self.batches_to_device) as iterator:
             trained_modules = self._enter_train_mode()
             self.train_loop_begin()
             if state.has_unfinished_step or self._stop_signal.decided == StopRequest.STOP:

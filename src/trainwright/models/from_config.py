@@ -296,7 +296,7 @@ def _read_kernels(section: ModelSection, target: Any, origin: registry.OriginOf)
     """Returns `model.kernels`, which only classes of transformers have."""
     given = section.reserved.get("kernels", "fast")
     if given not in get_args(Kernels):
-        problem = f"is {given!r}. Use one of: {', '.join(get_args(Kernels))}."
+        problem = f"must be one of {', '.join(get_args(Kernels))}; got {given!r}."
         raise ConfigError(f"model.kernels: {problem}", where=origin("model.kernels"))
     if "kernels" in section.reserved and not is_transformers_class(target):
         problem = f"has no effect on {section.type}, which is not a class of transformers. Remove it."

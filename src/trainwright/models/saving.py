@@ -35,6 +35,7 @@ from trainwright.models.pretrained import (
     on_meta,
     shared_names,
 )
+from trainwright.models.transformers_kernels import FusedForward
 
 if TYPE_CHECKING:
     from trainwright.models.model import Model
@@ -121,7 +122,8 @@ def _difference(name: str, part: nn.Module, expected: nn.Module) -> str | None:
     kind, other = type(part), type(expected)
     shown = name or kind.__name__
     # accelerate also replaces the forward of an object, to cast inputs, and keeps the original.
-    if "forward" in vars(part) and not hasattr(part, "_original_forward"):
+    own = vars(part).get("forward")
+    if own is not None and not isinstance(own, FusedForward) and not hasattr(part, "_original_forward"):
         return f"{shown} has another forward"
     replaced = _replaced(kind, other)
     if replaced is not None and not name:

@@ -1,8 +1,8 @@
-"""Faster kernels for models of transformers: attention without needless masks, and the head fused with the loss.
+"""Faster kernels for models of transformers: attention without unnecessary masks, and head and loss in one.
 
 `use_fast_attention` registers an attention and a mask function with transformers under the name ATTENTION and makes a
 model use them; `fuse_head` replaces the forward of a causal language model. Weights, configs and results
-stay those of the stock model, up to rounding. `model.kernels: stock` leaves both out (from_config.py).
+are those of the stock model, up to rounding. `model.kernels: stock` disables both (from_config.py).
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ import ast
 import inspect
 import re
 import textwrap
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from trainwright.models.layers.attention import attention, next_tokens
+from trainwright.models.layers.attention import Mask, attention, is_full, next_tokens
 from trainwright.models.layers.document_attention import (
     DocumentBorders,
     document_borders,
     has_blocks,
     padded_borders,
-    visible_pairs,
 )
+from trainwright.models.layers.kernel_table import fastest
 from trainwright.models.layers.losses import fuses_loss, head_loss
-from trainwright.models.layers.window_attention import band
+from trainwright.models.layers.varlen_attention import DocumentStarts, band, document_starts
 
 Kernels = Literal["fast", "stock"]
 """The values of `model.kernels`: those of this file, or transformers' own."""
@@ -41,24 +43,43 @@ class SlidingWindow(NamedTuple):
     size: int
 
 
-Visibility = Tensor | DocumentBorders | SlidingWindow | None
+Visibility = Mask | SlidingWindow | None
 """What `make_mask` returns and `attend` gets; None: causality alone decides, or in an encoder nothing."""
 
 
 def use_fast_attention(model: Any) -> bool:
-    """Makes a model of transformers use the attention of this file; returns False if its attention is its own.
+    """Makes a model of transformers use the attention of this file; returns False if it needs its own.
 
-    Only where transformers would choose `sdpa`: an `attn_implementation` that is set, and models that need `eager`,
-    stay as they are.
+    Applies only where transformers would choose `sdpa` for all parts of the model. Layers that compute with their mask
+    instead of passing it on need a tensor, so they are left unchanged as well.
     """
     from transformers import PreTrainedModel
 
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if any(part.config._attn_implementation != "sdpa" or not part._can_set_attn_implementation() for part in parts):
         return False
+    layers = {type(module) for module in model.modules() if not isinstance(module, PreTrainedModel)}
+    if any(_computes_with_mask(layer.forward) for layer in layers):
+        return False
     _register()
     model.set_attn_implementation(ATTENTION)
     return True
+
+
+@cache
+def _computes_with_mask(forward: Callable[..., Any]) -> bool:
+    """Returns True if the source of a layer's forward reads its `attention_mask`, or cannot be read."""
+    try:
+        parameters = inspect.signature(forward).parameters
+        if "attention_mask" not in parameters:
+            return False
+        source = inspect.getsource(inspect.unwrap(forward))
+    except (OSError, TypeError, ValueError):
+        return True
+    return bool(_READ_MASK.search(source))
+
+
+_READ_MASK = re.compile(r"\battention_mask\s*[\[.]|[-+*&|~]\s*attention_mask\b|torch\.\w+\(\s*attention_mask\b")
 
 
 @cache
@@ -70,52 +91,55 @@ def _register() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, make_mask)
 
 
-def all_visible(num_rows: int, length: int, device: torch.device) -> Tensor:
-    """Returns a mask [B, S] of ones for rows without padding. `make_mask` recognizes it by its strides, which are 0.
-
-    Compiled code cannot read values. Without a mask transformers looks for documents in the positions, and compiles
-    that into a mask [B, 1, S, S] even if there are none.
-    """
-    return torch.ones((), dtype=torch.bool, device=device).expand(num_rows, length)
-
-
 def make_mask(
     *,
-    mask_function: Callable[..., Tensor],
+    mask_function: Any,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **arguments: Any,
 ) -> Visibility:
     """The mask function of transformers' registry: returns what `attend` needs to know, as little as possible.
 
-    Padding and documents are borders in blocks where these pay; all else is what transformers makes of it for sdpa.
+    Padding and documents are borders in blocks where these are faster; all else is the mask of transformers for sdpa.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
     length = arguments["kv_length"]
-    if attention_mask is not None and attention_mask.stride()[-1] == 0 and attention_mask.shape[-1] == length:
-        attention_mask = None  # `all_visible`
-    if mask_function is bidirectional_mask_function and attention_mask is None and local_size is None:
-        if arguments.get("allow_is_bidirectional_skip"):
+    if attention_mask is not None and is_full(attention_mask) and attention_mask.shape[-1] == length:
+        attention_mask = None
+    if "allow_is_bidirectional_skip" in arguments:  # only encoders and attention to an encoder have this argument
+        is_plain = mask_function is bidirectional_mask_function and attention_mask is None and local_size is None
+        if is_plain and arguments["allow_is_bidirectional_skip"]:
             return None
-    elif _has_own_keys(arguments) and not arguments.get("use_vmap"):  # which announces a user's own mask function
+    elif _has_own_keys(arguments) and not arguments.get("use_vmap"):  # set for a user's own mask function
         window = local_size if local_size is not None and local_size < length else None
+        config = arguments.get("config")
+        is_sliding = window is None or window == getattr(config, "sliding_window", None)  # otherwise chunks
+        width = _head_width(config)
         if arguments.get("allow_is_causal_skip"):  # no other pattern than padding and windows
             if attention_mask is None and window is None:
                 return None
-            if attention_mask is None and window == getattr(arguments.get("config"), "sliding_window", None):
-                assert window is not None
-                return SlidingWindow(window)  # other local patterns are chunks
-            if attention_mask is not None and window is None and has_blocks(attention_mask):
+            if attention_mask is None and window is not None and is_sliding:
+                return SlidingWindow(window)
+            if attention_mask is not None and window is None and has_blocks(attention_mask, "padded", width=width):
                 return padded_borders(attention_mask)
-        elif mask_function.__name__ == "and_mask" and attention_mask is None and window is None:
+        elif mask_function.__name__ == "and_mask" and attention_mask is None:
             documents = _documents(mask_function, arguments)
-            if has_blocks(documents):
+            if window is None and has_blocks(documents, width=width):
                 return document_borders(documents)
+            if is_sliding and fastest("packed" if window is None else "packed window", length, width) == "varlen":
+                return document_starts(documents, window=window)
     mask: Tensor | None = sdpa_mask(
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, **arguments
     )
     return mask
+
+
+def _head_width(config: Any) -> int | None:
+    """Returns the width of a head by the names that most configs use; None if it has other ones."""
+    width = getattr(config, "head_dim", None)
+    features, num_heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    return width or (features // num_heads if features and num_heads else None)
 
 
 def _has_own_keys(arguments: dict[str, Any]) -> bool:
@@ -154,8 +178,9 @@ def attend(
 
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    # Score caps raise there, a position bias is added, a cache of pages is filled.
+    # Score caps raise there, a position bias is added, a cache of pages is filled, weights are warned of.
     is_special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux", "cache"))
+    is_special = is_special or bool(kwargs.get("output_attentions"))
     if is_special or (attention_mask is None and is_causal and query.shape[2] != key.shape[2]):
         mask = _dense(attention_mask, query)
         result: tuple[Tensor, None] = sdpa_attention_forward(
@@ -164,7 +189,7 @@ def attend(
         return result
     window = None
     if isinstance(attention_mask, SlidingWindow):
-        attention_mask, window = None, attention_mask.size
+        window, attention_mask = attention_mask.size, None
     mixed = attention(
         query, key, value, mask=attention_mask, is_causal=is_causal, window=window, dropout=dropout, scale=scaling
     )
@@ -175,14 +200,14 @@ def _dense(mask: Visibility, queries: Tensor) -> Tensor | None:
     """Returns a mask of all pairs for a function that accepts no other."""
     if isinstance(mask, SlidingWindow):
         return band(queries.shape[2], mask.size, device=queries.device)
-    return visible_pairs(mask.document_ids, mask.key_ids) if isinstance(mask, DocumentBorders) else mask
+    return mask.visible() if isinstance(mask, DocumentBorders | DocumentStarts) else mask
 
 
 class FusedForward:
-    """The forward of a causal language model whose training steps compute head and loss in one, without the logits.
+    """The forward of a causal language model that computes head and loss in one while training, without the logits.
 
-    Every call checks that the head is a plain linear layer and the loss function the model's own (`fuses_loss`, whose
-    `wanted` it has). Otherwise, and in evaluation, the stock forward runs.
+    Every call checks that the head is a plain linear layer and that the loss function is the model's own; `fuses_loss`
+    explains `wanted`. Otherwise, and in evaluation, the stock forward runs.
     """
 
     def __init__(self, model: Any, *, wanted: bool | None = None) -> None:
@@ -190,16 +215,27 @@ class FusedForward:
         self._model = model
         self._wanted = wanted
         self._loss_function = model.loss_function
+        self._output = _output_without_logits()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy of the model needs; the class of the outputs has no importable name."""
+        return {name: value for name, value in vars(self).items() if name != "_output"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy."""
+        vars(self).update(state, _output=_output_without_logits())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the stock forward does or, with head and loss in one, an output whose logits are None."""
+        """Returns the outputs of the stock forward or, with head and loss in one, outputs without logits."""
         model = self._model
         if args or not self._may_fuse(model, kwargs):
             return type(model).forward(model, *args, **kwargs)
         labels = kwargs.pop("labels")
         kwargs.pop("logits_to_keep", None)
         outputs = model.base_model(**kwargs)
-        return _without_logits(outputs, head_loss(model.get_output_embeddings(), outputs[0], next_tokens(labels)))
+        loss = head_loss(model.get_output_embeddings(), outputs[0], next_tokens(labels))
+        kept = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        return self._output(loss=loss, **kept)
 
     def _may_fuse(self, model: Any, kwargs: Mapping[str, Any]) -> bool:
         if kwargs.get("labels") is None or any(kwargs.get(name) is not None for name in _OTHER_LOSSES):
@@ -214,26 +250,52 @@ _OTHER_LOSSES = ("num_items_in_batch", "shift_labels", "return_dict")
 """Arguments that change the loss or the kind of output."""
 
 
-def fuse_head(model: Any, *, wanted: bool | None = None) -> bool:
-    """Replaces the forward of a causal language model by a `FusedForward`; returns False if it would not be equal.
+@cache
+def _output_without_logits() -> type[Any]:
+    """Returns the class of a training step's outputs, whose attribute `logits` raises an error that names the setting.
 
-    Equal are models whose forward calls the body, the head and the mean loss over the next tokens, and nothing else,
-    which is read from its source.
+    As a mapping it has the key, with None, as the outputs of shipped models do.
+    """
+    from transformers.utils import ModelOutput  # type: ignore[attr-defined]  # public, but not by __all__
+
+    @dataclass
+    class OutputWithoutLogits(ModelOutput):
+        loss: Tensor | None = None
+        past_key_values: Any = None
+        hidden_states: Any = None
+        attentions: Any = None
+
+        @property
+        def logits(self) -> NoReturn:
+            raise AttributeError(NO_LOGITS)
+
+        def __post_init__(self) -> None:
+            super().__post_init__()  # type: ignore[no-untyped-call]  # transformers does not annotate it
+            OrderedDict.__setitem__(self, "logits", None)  # that of ModelOutput would set the attribute
+
+    return OutputWithoutLogits
+
+
+NO_LOGITS = (
+    "This training step has no logits: the model computes head and loss in one, which saves the memory of the logits. "
+    "Set model.fused_loss: false to compute them; evaluation always does."
+)
+
+
+def has_plain_head(model: Any) -> bool:
+    """Returns True if head and loss can be one: the forward calls the body, the head and the mean loss of next tokens.
+
+    That it does nothing else is read from its source.
     """
     caps_logits = getattr(model.config, "final_logit_softcapping", None) is not None
     if model.base_model is model or caps_logits or not _is_plain_forward(type(model).forward):
         return False
-    if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
-        return False
+    return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+
+
+def fuse_head(model: Any, *, wanted: bool | None = None) -> None:
+    """Replaces the forward of a causal language model by a `FusedForward`; call it if `has_plain_head`."""
     model.forward = FusedForward(model, wanted=wanted)
-    return True
-
-
-def _without_logits(outputs: Any, loss: Tensor) -> Any:
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    kept = {name: outputs.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
-    return CausalLMOutputWithPast(loss=loss, logits=None, **kept)
 
 
 _CAP = "self.config.final_logit_softcapping is not None"
@@ -248,8 +310,11 @@ _PLAIN_VALUES = {
 @cache
 def _is_plain_forward(forward: Callable[..., Any]) -> bool:
     """Returns True if the source uses the head's logits for the mean loss over the next tokens, and changes neither."""
-    function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
-    # A cap on the logits has no effect where its setting is None, which `fuse_head` checks.
+    try:
+        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
+    except (OSError, TypeError, SyntaxError):  # there is no source, or it is not that of a function
+        return False
+    # A cap on the logits has no effect where its setting is None, which `has_plain_head` checks.
     capped = [each for each in ast.walk(function) if isinstance(each, ast.If) and ast.unparse(each.test) == _CAP]
     ignored = {inner for each in capped for inner in ast.walk(each)}
     assigned: dict[str, list[str]] = {name: [] for name in (*_PLAIN_VALUES, "labels")}

@@ -24,6 +24,8 @@ from trainwright.backends.private_torch import constant_in_compiled_code
 from trainwright.config.problems import nearest
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events.mean import IGNORED_LABEL
+from trainwright.models.layers.attention import MASK_NAMES, full_rows, is_full
+from trainwright.models.model import Model
 from trainwright.models.pretrained import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -38,7 +40,7 @@ from trainwright.models.pretrained import (
     read_config_file,
     reject_integers,
 )
-from trainwright.models.transformers_kernels import Kernels, all_visible, fuse_head, use_fast_attention
+from trainwright.models.transformers_kernels import Kernels, fuse_head, has_plain_head, use_fast_attention
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,7 @@ class _ForwardHook:
 
     def __init__(self, *, disables_cache: bool, marks_full_rows: bool = False) -> None:
         self._disables_cache = disables_cache
-        self._marks_full_rows = marks_full_rows
+        self.marks_full_rows = marks_full_rows
         self._is_tested = False
         self.crossings: dict[str, bool | str] | None = None
         """The results of `find_crossings`, by the form of the borders; None for a model that is not sharded."""
@@ -78,15 +80,35 @@ class _ForwardHook:
         given = any(kwargs.get(name) is not None for name in ("labels", "position_ids", "document_ids"))
         if self._disables_cache and (model.training or given):
             kwargs.setdefault("use_cache", False)
-        if self._marks_full_rows and not args and all(kwargs.get(name) is None for name in _NOT_PLAIN):
-            tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-            if isinstance(tokens, Tensor) and tokens.dim() > 1:
-                kwargs["attention_mask"] = all_visible(*tokens.shape[:2], device=tokens.device)
+        if self.marks_full_rows and not args:
+            _mark_full_rows(kwargs)
         return args, kwargs
 
 
 _NOT_PLAIN = ("attention_mask", "position_ids", "document_ids", "past_key_values")
 """The arguments of a batch with padding, documents or a cache."""
+
+
+def _mark_full_rows(kwargs: dict[str, Any]) -> None:
+    """Adds the mask of `full_rows` to rows without padding, or makes the one that they have bool.
+
+    Without a mask transformers looks for documents in the positions, which waits for the device or, compiled, makes a
+    mask [B, 1, S, S] even if there are none. A mask of another dtype would be converted, which loses its strides.
+    """
+    for name in MASK_NAMES:
+        mask = kwargs.get(name)
+        if isinstance(mask, Tensor) and is_full(mask):
+            kwargs[name] = full_rows(*mask.shape, device=mask.device)
+    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    is_plain = all(kwargs.get(name) is None for name in _NOT_PLAIN)
+    if is_plain and isinstance(tokens, Tensor) and tokens.dim() > 1:
+        kwargs["attention_mask"] = full_rows(*tokens.shape[:2], device=tokens.device)
+
+
+def recognizes_full_rows(model: nn.Module) -> bool:
+    """Returns True if a model gains from masks that `mark_full_rows` has marked: a shipped one, or one of this file."""
+    hooks = model._forward_pre_hooks.values()
+    return isinstance(model, Model) or any(isinstance(each, _ForwardHook) and each.marks_full_rows for each in hooks)
 
 
 def _is_square(mask: Any) -> bool:
@@ -238,7 +260,9 @@ def build_transformers(
     """Builds a model of a transformers class, with random weights or with those of a folder.
 
     `arguments` are the keywords of its config (an Auto class needs `model_type` or a folder), changes to the folder's
-    config if there is one, and `attn_implementation` and `dtype`. Weights are float32 unless `dtype` is set, whatever
+    config if there is one, and `attn_implementation`, `dtype` and `fused_loss`. `kernels: fast` uses the attention of
+    transformers_kernels.py unless `attn_implementation` is set, and head and loss in one unless `fused_loss` is false;
+    None means on a GPU. Weights are float32 unless `dtype` is set, whatever
     the files have: 16-bit weights lose small updates. Unless `strict` is false, other shapes, missing and unexpected
     keys are rejected. With None, keys may differ if the class is not the one that was saved: the head is another.
     Other shapes in the body are always rejected. The report has the weights that were initialized at random. `told` is
@@ -247,6 +271,11 @@ def build_transformers(
     arguments = dict(arguments)
     dtype = _take_dtype(arguments) or torch.float32
     attention = arguments.pop("attn_implementation", None)
+    fused_loss = arguments.pop("fused_loss", None)
+    if fused_loss is not None and not isinstance(fused_loss, bool):
+        raise ConfigError(f"fused_loss must be true or false, got {fused_loss!r}.")
+    if fused_loss is not None and kernels == "stock":
+        raise ConfigError("fused_loss has no effect with kernels: stock. Remove one of them.")
     source = "the run's pretrained.json" if pretrained is None else pretrained / CONFIG_FILE
     told = read_config_file(pretrained) if pretrained is not None else told
     config = _keyword_config(target, arguments) if told is None else _given_config(target, arguments, told, source)
@@ -280,8 +309,13 @@ def build_transformers(
         model.loss_type = "ForCausalLM"
     accepted = inspect.signature(model.forward).parameters
     is_fast = kernels == "fast" and attention is None and use_fast_attention(model)
-    if kernels == "fast":
-        fuse_head(model)
+    if kernels == "fast" and fused_loss is not False and has_plain_head(model):
+        fuse_head(model, wanted=fused_loss)
+    elif fused_loss is not None and not has_plain_head(model):
+        raise ConfigError(
+            f"fused_loss has no effect on {type(model).__name__}, whose forward is not a body, a linear head and the "
+            "mean loss over the next tokens. Remove it."
+        )
     hook = _ForwardHook(
         disables_cache="use_cache" in accepted and "use_cache" not in arguments,
         marks_full_rows=is_fast and "attention_mask" in accepted,

@@ -6,11 +6,14 @@ model that holds all of it; parallel/context.py has the one that is sharded.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trainwright.backends import waits_for_memory
+from trainwright.backends import reads_at_once, waits_for_memory
 from trainwright.errors import DataError
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.layers.document_attention import (
@@ -21,10 +24,51 @@ from trainwright.models.layers.document_attention import (
     padded_borders,
     visible_pairs,
 )
-from trainwright.models.layers.window_attention import attend_within_window, band
+from trainwright.models.layers.kernel_table import fastest, prefers_flash
+from trainwright.models.layers.varlen_attention import DocumentStarts, attend_by_starts, attend_within_window, band
 
-# What a decoder's layers get: a mask [B, 1, S, S], or the borders of documents in blocks.
-Mask = Tensor | DocumentBorders
+Mask = Tensor | DocumentBorders | DocumentStarts
+"""What a decoder's layers get: a mask [B, 1, S, S], or documents by the borders of blocks or by their starts."""
+FLASH_BEFORE_CUDNN = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def is_full(attention_mask: Tensor) -> bool:
+    """Returns True for a mask [B, S] that was made by `full_rows`: no token is padding.
+
+    It is recognized by its strides, which are 0, because compiled code and code that must not wait for the device
+    cannot read values.
+    """
+    return attention_mask.dim() == 2 and not any(attention_mask.stride())
+
+
+def full_rows(num_rows: int, length: int, *, device: torch.device, dtype: torch.dtype = torch.bool) -> Tensor:
+    """Returns a mask [B, S] of ones, for rows without padding, that `is_full` recognizes."""
+    return torch.ones((), dtype=dtype, device=device).expand(num_rows, length)
+
+
+def mark_full_rows(batch: Any) -> Any:
+    """Returns a batch on the host in which masks [B, S] without padding are those of `full_rows`, with equal values.
+
+    Collators often add a mask of ones to full rows. On the device its values could not be read without waiting.
+    """
+    if not isinstance(batch, dict):
+        return batch
+    marked = {}
+    for name in MASK_NAMES:
+        mask: Any = batch.get(name)
+        is_on_host = isinstance(mask, Tensor) and mask.dim() == 2 and reads_at_once(mask.device)
+        if is_on_host and mask.numel() and not mask.is_floating_point() and mask.eq(1).all():
+            marked[name] = full_rows(*mask.shape, device=mask.device, dtype=mask.dtype)
+    return {**batch, **marked} if marked else batch
+
+
+MASK_NAMES = ("attention_mask", "decoder_attention_mask")
+"""The fields of a batch that are 0 at padding."""
 
 
 def unpadded_keys(attention_mask: Tensor | None) -> Tensor | None:
@@ -32,7 +76,7 @@ def unpadded_keys(attention_mask: Tensor | None) -> Tensor | None:
 
     A mask [B, 1, S, S] is bool and taken as it is. None stays None: all see all.
     """
-    if attention_mask is None:
+    if attention_mask is None or is_full(attention_mask):
         return None
     if attention_mask.dim() == 4:
         return checked_mask(attention_mask)
@@ -62,10 +106,12 @@ def decoder_mask(
     where they are faster, else a mask [B, 1, S, S]. `is_whole` is that of the model's sequence: one that is split over
     ranks takes masks only.
     """
+    if attention_mask is not None and is_full(attention_mask):
+        attention_mask = None
     if is_whole and attention_mask is None and document_ids is not None and has_blocks(document_ids):
         return document_borders(document_ids)
     is_padded = document_ids is None and attention_mask is not None and attention_mask.dim() == 2
-    if is_whole and is_padded and attention_mask is not None and has_blocks(attention_mask):
+    if is_whole and is_padded and attention_mask is not None and has_blocks(attention_mask, "padded"):
         return padded_borders(attention_mask)
     return visible_keys(attention_mask, document_ids)
 
@@ -156,18 +202,19 @@ def attention(
     if window is not None and window < keys.shape[2]:
         if not is_causal:
             raise DataError(f"attention: window is {window}, which needs is_causal=True.")
-        if mask is None and not dropout:
+        length, width = queries.shape[2:]
+        if mask is None and not dropout and fastest("window", length, width) == "varlen":
             mixed = attend_within_window(queries, keys, values, window, scale=scale)
             if mixed is not None:
                 return mixed
         near = band(keys.shape[2], window, device=queries.device)
-        if isinstance(mask, DocumentBorders):
-            mask = visible_pairs(mask.document_ids, mask.key_ids)
+        if isinstance(mask, DocumentBorders | DocumentStarts):
+            mask = mask.visible()
         if mask is None or mask.dtype == torch.bool:
             mask = near if mask is None else mask & near
         else:
             mask = mask.masked_fill(~near, torch.finfo(mask.dtype).min)
-    options = {"dropout": dropout, "scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"dropout": dropout, "scale": scale, "enable_gqa": enable_gqa}
     return WholeSequence().attend(queries, keys, values, mask=mask, is_causal=is_causal and mask is None, **options)
 
 
@@ -208,7 +255,7 @@ class WholeSequence:
         keys: Tensor,
         values: Tensor,
         *,
-        mask: Tensor | DocumentBorders | None = None,
+        mask: Mask | None = None,
         is_causal: bool = False,
         scale: float | None = None,
         dropout: float = 0.0,
@@ -217,27 +264,28 @@ class WholeSequence:
         """Mixes the values of all positions for this rank's queries: each [B, heads, S, W], of this rank's positions.
 
         `mask` broadcasts to [B, heads, all queries, all keys]: bool (True: may see), or numbers added to the scores;
-        or it is the borders of documents, within which no query sees a later key.
+        or it is the documents of packed rows, within which no query sees a later key.
         """
         if isinstance(mask, DocumentBorders):
             if not dropout:
                 mixed = attend_within_documents(queries, keys, values, mask, scale=scale, enable_gqa=enable_gqa)
                 if mixed is not None:
                     return mixed
-            mask = visible_pairs(mask.document_ids, mask.key_ids)
+            mask = mask.visible()
+        elif isinstance(mask, DocumentStarts):
+            if not dropout:
+                mixed = attend_by_starts(queries, keys, values, mask.starts, window=mask.window, scale=scale)
+                if mixed is not None:
+                    return mixed
+            mask = mask.visible()
         if enable_gqa and mask is not None and needs_equal_heads(queries):
             keys, values = (each.repeat_interleave(queries.shape[1] // each.shape[1], dim=1) for each in (keys, values))
             enable_gqa = False
-        return F.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        if mask is None and not dropout and waits_for_memory(queries.device) and prefers_flash():
+            with sdpa_kernel(FLASH_BEFORE_CUDNN, set_priority=True):
+                return F.scaled_dot_product_attention(queries, keys, values, **options)
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout, **options)
 
     def mean(self, loss: Tensor, targets: Tensor) -> Tensor:
         """Returns the mean loss over the whole sequence, from that over this rank's `targets` (ignored ones apart)."""

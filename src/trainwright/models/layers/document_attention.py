@@ -12,17 +12,12 @@ from torch import Tensor
 
 from trainwright.backends import waits_for_memory
 from trainwright.backends.private_torch import compile_error, has_modes, has_triton
+from trainwright.models.layers.kernel_table import FLEX_WIDTHS, Kind, fastest
 
 logger = logging.getLogger(__name__)
 
 BLOCK = 128
 """Queries, and keys, that are skipped or not as one: torch's own choice for flex attention."""
-
-SHORTEST = 8 * BLOCK
-"""Shorter rows gain nothing: 4 blocks of documents took as long as the mask (benchmarks/results/attention.md)."""
-
-WIDTHS = (16, 32, 64, 128)
-"""Widths of heads that the kernel takes without padding and with room for its backward pass."""
 
 
 class DocumentBorders(NamedTuple):
@@ -47,12 +42,19 @@ class DocumentBorders(NamedTuple):
     full_q_num_blocks: Tensor
     full_q_indices: Tensor
 
+    def visible(self) -> Tensor:
+        """Returns the mask [B, 1, S, S] of the same borders."""
+        return visible_pairs(self.document_ids, self.key_ids)
 
-def has_blocks(document_ids: Tensor) -> bool:
-    """Returns True if borders in blocks pay for these rows: on a GPU with Triton, from SHORTEST on."""
-    device, length = document_ids.device, document_ids.shape[1]
+
+def has_blocks(rows: Tensor, kind: Kind = "packed", *, width: int | None = None) -> bool:
+    """Returns True if borders in blocks are the fastest for rows [B, S] and this width of heads: on GPUs with Triton.
+
+    A `width` of None is not known yet.
+    """
+    device, length = rows.device, rows.shape[1]
     is_there = waits_for_memory(device) and device.index is not None  # a run that is only planned has no GPU
-    return is_there and not length % BLOCK and length >= SHORTEST and has_triton()
+    return is_there and not length % BLOCK and fastest(kind, length, width) == "flex" and has_triton()
 
 
 def document_borders(document_ids: Tensor, key_ids: Tensor | None = None) -> DocumentBorders:
@@ -167,7 +169,7 @@ def _compiled_flex() -> _CompiledFlex:
 
 def _is_taken(queries: Tensor) -> bool:
     is_narrow = queries.dtype in (torch.bfloat16, torch.float16)  # in float32 its blocks do not fit into a GPU's cache
-    return is_narrow and queries.shape[-1] in WIDTHS and not hasattr(queries, "device_mesh")
+    return is_narrow and queries.shape[-1] in FLEX_WIDTHS and not hasattr(queries, "device_mesh")
 
 
 def _ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
