@@ -33,10 +33,14 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps [..., in] to [..., out]."""
-        output = F.linear(input, self.weight, self.bias)
+        output = self.base(input)
         adapter_input = self.drop(input).to(self.lora_a.dtype)
         added = F.linear(F.linear(adapter_input, self.lora_a), self.lora_b) * (self.lora_alpha / self.lora_rank)
         return output + added.to(output.dtype)
+
+    def base(self, input: Tensor) -> Tensor:
+        """Returns the output without the adapter."""
+        return F.linear(input, self.weight, self.bias)
 
     def drop(self, input: Tensor) -> Tensor:
         """Returns the adapter's input, with dropout while training."""
