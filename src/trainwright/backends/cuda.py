@@ -99,6 +99,13 @@ class CudaBackend(Backend):
         torch.default_generator.manual_seed(value)
         torch.cuda.default_generators[self.device.index].manual_seed(value)
 
+    def missing_fp8(self, setting: str) -> str | None:
+        """Returns None for Ada, Hopper and later."""
+        if torch.version.hip is not None:  # its fp8 formats differ between generations; nothing of it was tried
+            return f"{self.describe()} is a GPU of AMD"
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return None if (major, minor) >= (8, 9) else f"{self.describe()} has {major}.{minor}"
+
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Copies on a separate stream, one batch ahead, so that the copy overlaps with computation."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

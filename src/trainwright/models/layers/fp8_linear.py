@@ -17,7 +17,7 @@ largest value of each row in the kernel that produces the tensor. Which layers a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,8 @@ class Fp8Linear(nn.Linear):
     `use_fp8` of models/fp8.py turns an nn.Linear into one. Parameters, state dict and hooks are those of nn.Linear.
     """
 
+    evaluates_as: ClassVar[type[nn.Module]] = nn.Linear
+    """The class that computes the same outside of training."""
     fp8_recipe: Recipe
 
     def forward(self, input: Tensor) -> Tensor:
@@ -51,6 +53,7 @@ class Fp8Linear(nn.Linear):
 class Fp8LoRALinear(LoRALinear):
     """A linear layer with an adapter, whose frozen product trains in fp8; the adapter computes as without fp8."""
 
+    evaluates_as: ClassVar[type[nn.Module]] = LoRALinear
     fp8_recipe: Recipe
 
     def base(self, input: Tensor) -> Tensor:
@@ -145,8 +148,8 @@ class _TensorwiseProduct(torch.autograd.Function):
 class _RowwiseProduct(torch.autograd.Function):
     """Multiplies x [M, K] with several weights [N, K], with a scale for each row of x and of each weight.
 
-    Gradients of weights are sums over tokens: scales along that dim would need second casts of x and g, by columns. They
-    are computed in bf16, which is also what suffers most from fp8.
+    Gradients of weights are sums over tokens. Scales along that dim would need second casts of x and g, by columns, and
+    these products lose most accuracy in fp8, so they are computed in bf16.
     """
 
     @staticmethod
@@ -171,7 +174,8 @@ class _RowwiseProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of x and of each weight."""
-        weights, kept = ctx.saved_tensors[: ctx.num_weights], ctx.saved_tensors[ctx.num_weights :]
+        saved = ctx.saved_tensors  # once: reading it again would recompute a checkpointed layer again
+        weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
         row_gradient = None
         if ctx.needs_input_grad[1]:
             scale = scale_along(gradients, GRADIENT_DTYPE, dim=1)
@@ -218,10 +222,12 @@ def scaled_product(
     `fast` sums with fewer bits on Hopper, as is usual for outputs but not for gradients. On a CPU torch multiplies
     the values in fp32.
     """
-    # The public torch.nn.functional.scaled_mm is not in every supported version.
-    return torch._scaled_mm(
-        first, second.t(), scale_a=scale, scale_b=second_scale, out_dtype=dtype, use_fast_accum=fast
-    )
+    # The public torch.nn.functional.scaled_mm is not in every supported version. On a CPU the operation calls others,
+    # which autocast would run in bf16.
+    with torch.autocast(first.device.type, enabled=False):
+        return torch._scaled_mm(
+            first, second.t(), scale_a=scale, scale_b=second_scale, out_dtype=dtype, use_fast_accum=fast
+        )
 
 
 def _transposed(tensor: Tensor) -> Tensor:
