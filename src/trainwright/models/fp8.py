@@ -40,11 +40,14 @@ class Fp8Layers:
     left: Mapping[str, tuple[str, ...]]
 
     def describe(self) -> str:
-        """Returns one line for the log, with the layers of a stack as one."""
+        """Returns one line for the log, with layers of the same name as one."""
         number = len(self.chosen) + sum(map(len, self.left.values()))
         text = f"{len(self.chosen)} of {number} linear layers train in fp8 ({self.recipe}): {_listed(self.chosen)}"
-        left = [f"{_listed(names)} ({reason})" for reason, names in self.left.items()]
-        return f"{text}. In bf16: {'; '.join(left)}." if left else f"{text}."
+        return f"{text}. In bf16: {self.describe_left()}." if self.left else f"{text}."
+
+    def describe_left(self) -> str:
+        """Returns the layers in bf16 with the reasons."""
+        return "; ".join(f"{len(names)} {reason}: {_listed(names)}" for reason, names in self.left.items())
 
 
 def use_fp8(
@@ -99,7 +102,7 @@ def choose_layers(
     reasons = dict.fromkeys(linear, "not in runtime.fp8.match") if match else dict(_defaults(model, linear))
     for name in [name for name in linear if any(names_module(glob, name) for glob in match or ())]:
         reasons[name] = ""
-    reasons |= {name: "runtime.fp8.skip" for name in linear if any(names_module(glob, name) for glob in skip)}
+    reasons |= {name: "in runtime.fp8.skip" for name in linear if any(names_module(glob, name) for glob in skip)}
     reasons |= impossible
     left: dict[str, list[str]] = defaultdict(list)
     for name, reason in reasons.items():
@@ -111,9 +114,8 @@ def choose_layers(
         {reason: tuple(names) for reason, names in left.items()},
     )
     if not layers.chosen:
-        listed = "; ".join(f"{_listed(names)} ({reason})" for reason, names in layers.left.items())
-        found = f"All stay in bf16: {listed}." if listed else "The model has none."
-        advice = "Name layers with runtime.fp8.match, or use" if listed else "Use"
+        found = f"All stay in bf16: {layers.describe_left()}." if linear else "The model has none."
+        advice = "Name layers with runtime.fp8.match, or use" if linear else "Use"
         raise ConfigError(
             f"runtime.precision: fp8, but no linear layer would train in fp8. {found} {advice} precision: bf16.",
             where=origin("runtime.precision"),
@@ -123,7 +125,7 @@ def choose_layers(
 
 def _why_impossible(layer: nn.Module) -> str:
     if is_conv1d(layer):
-        return "a Conv1D of transformers"
+        return "a Conv1D of transformers (the model type gpt2 has the same weights in linear layers)"
     if type(layer) not in _PLAIN:
         return f"of the class {type(layer).__name__}, whose forward fp8 would replace"
     sizes = (layer.in_features, layer.out_features)
@@ -137,9 +139,9 @@ def _defaults(model: nn.Module, linear: Mapping[str, nn.Module]) -> Iterator[tup
     inside, outer = _blocks(model, linear)
     for name, layer in linear.items():
         if name not in inside:
-            yield name, "outside of the blocks, such as a head"
+            yield name, "outside of the blocks"
         elif name in outer:
-            yield name, "first or last block"
+            yield name, "in the first or last block"
         else:
             yield name, "" if _gains(name, layer, linear) else "too small to gain"
 
@@ -187,6 +189,7 @@ def _gains(name: str, layer: Any, linear: Mapping[str, Any]) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    stacked = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
-    more = f" and {len(stacked) - _MOST_SHOWN} more" if len(stacked) > _MOST_SHOWN else ""
-    return ", ".join(stacked[:_MOST_SHOWN]) + more
+    """Returns globs of the names, by their last parts."""
+    globs = list(dict.fromkeys(re.sub(r"^.*\.", "*.", name) for name in names))
+    more = f" and {len(globs) - _MOST_SHOWN} more" if len(globs) > _MOST_SHOWN else ""
+    return ", ".join(globs[:_MOST_SHOWN]) + more
