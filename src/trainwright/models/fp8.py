@@ -114,10 +114,10 @@ def choose_layers(
         {reason: tuple(names) for reason, names in left.items()},
     )
     if not layers.chosen:
-        found = f"All stay in bf16: {layers.describe_left()}." if linear else "The model has none."
+        problem = f"All stay in bf16: {layers.describe_left()}." if linear else "The model has none."
         advice = "Name layers with runtime.fp8.match, or use" if linear else "Use"
         raise ConfigError(
-            f"runtime.precision: fp8, but no linear layer would train in fp8. {found} {advice} precision: bf16.",
+            f"runtime.precision: fp8, but no linear layer would train in fp8. {problem} {advice} precision: bf16.",
             where=origin("runtime.precision"),
         )
     return layers

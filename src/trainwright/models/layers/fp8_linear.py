@@ -123,7 +123,7 @@ class _TensorwiseProduct(torch.autograd.Function):
         kept = [_transposed(cast_rows)] if is_trained else []
         ctx.save_for_backward(row_scale, weight_scale, *weights, *kept)
         ctx.num_weights = len(weights)
-        return output.split([each.shape[0] for each in weights], dim=1)
+        return tuple(output.split_with_sizes([each.shape[0] for each in weights], dim=1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,7 +141,7 @@ class _TensorwiseProduct(torch.autograd.Function):
             return (None, row_gradient, *[None] * len(weights))
         joined = _join([_transposed(each) for each in cast_gradients], dim=0)
         gradient = scaled_product(joined, kept[0], scale, row_scale, _product_dtype(weights[0]))
-        parts = gradient.split([each.shape[0] for each in weights], dim=0)
+        parts = gradient.split_with_sizes([each.shape[0] for each in weights], dim=0)
         return (None, row_gradient, *(part.to(each.dtype) for part, each in zip(parts, weights, strict=True)))
 
 
@@ -169,7 +169,7 @@ class _RowwiseProduct(torch.autograd.Function):
         kept = [rows] if is_trained else []
         ctx.save_for_backward(*weights, *kept)
         ctx.num_weights = len(weights)
-        return output.split([each.shape[0] for each in weights], dim=1)
+        return tuple(output.split_with_sizes([each.shape[0] for each in weights], dim=1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
