@@ -60,6 +60,14 @@ def autocast(backend, folder):
         assert linear(inputs).dtype == torch.float32
 
 
+def missing_fp8(backend, folder):
+    with backend.autocast("fp8"):
+        assert torch.nn.Linear(2, 2).to(backend.device)(torch.ones(1, 2, device=backend.device)).dtype == torch.bfloat16
+    reason = backend.missing_fp8("auto")
+    assert reason is None or backend.describe() in reason
+    assert backend.missing_fp8("cpu") is None or backend.device.type != "cpu"
+
+
 def to_device(backend, folder):
     batches = [{"x": torch.full((3,), number), "name": str(number)} for number in range(4)]
     handed = list(backend.to_device(iter(batches)))
@@ -134,6 +142,7 @@ VERBS = {
             repeat_bits,
             seed,
             autocast,
+            missing_fp8,
             to_device,
             warming_up,
             record,
