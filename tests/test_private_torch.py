@@ -89,6 +89,11 @@ TABLE = {
         "torch.compiler.assume_constant_result sets it, but imports Dynamo, which takes seconds.",
         "torch._dynamo.assume_constant_result:_dynamo_marked_constant",
     ),
+    **names(
+        "torch's public product of fp8 tensors is not in every supported version.",
+        "torch._scaled_mm",
+        files=("models/layers/fp8_linear.py",),
+    ),
     **names("Whether Triton works here is not public.", "torch.utils._triton.has_triton"),
     **names(
         "The compiler's errors are not exported.",
@@ -281,6 +286,8 @@ TABLES_OF_MODULES = {
     "_modules",
     "_forward_hooks",
     "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
     "_non_persistent_buffers_set",
 }
 """nn.Module's dicts, which everybody uses and torch cannot rename: allowed everywhere."""

@@ -77,6 +77,14 @@ def float32_products(backend, folder):
     assert torch.get_float32_matmul_precision() == before
 
 
+def missing_fp8(backend, folder):
+    with backend.autocast("fp8"):
+        assert torch.nn.Linear(2, 2).to(backend.device)(torch.ones(1, 2, device=backend.device)).dtype == torch.bfloat16
+    reason = backend.missing_fp8("auto")
+    assert reason is None or backend.describe() in reason
+    assert backend.missing_fp8("cpu") is None or backend.device.type != "cpu"
+
+
 def to_device(backend, folder):
     batches = [{"x": torch.full((3,), number), "name": str(number)} for number in range(4)]
     handed = list(backend.to_device(iter(batches)))
@@ -154,6 +162,7 @@ VERBS = {
             supports_precision,
             autocast,
             float32_products,
+            missing_fp8,
             to_device,
             warming_up,
             record,

@@ -60,7 +60,7 @@ def test_loader_arguments_are_kept_as_given():
         ("trainer", "optimizers", [1], "must be a mapping (key: value), got a list of 1."),
         ("data", "split", [1], "must be a list of at least 2, got a list of 1."),
         ("data", "num_workers", -1, "must be at least 0, got -1."),
-        ("runtime", "precision", "fp8", 'must be auto, fp32, bf16 or fp16, got the text "fp8".'),
+        ("runtime", "precision", "fp4", 'must be auto, fp32, bf16, fp16 or fp8, got the text "fp4".'),
         ("runtime", "mesh", 3, "must be a mapping (key: value), got 3."),
         ("checkpoint", "keep_best", {"mode": "min"}, None),
     ],

@@ -10,7 +10,8 @@ from trainwright.memory.activation_checkpointing import Policy, read_operations
 
 
 def test_names_are_operations_of_torch_and_attention_is_all_of_its_kernels():
-    assert read_operations("save", ["mm", "trainwright::rotations"]) == ("aten::mm", "trainwright::rotations")
+    assert read_operations("save", ["bmm", "trainwright::rotations"]) == ("aten::bmm", "trainwright::rotations")
+    assert read_operations("save", ["mm"]) == ("aten::mm", "aten::_scaled_mm"), "the same product in fp8"
     kernels = read_operations("save", ["scaled_dot_product_attention"])
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in kernels
     assert read_operations("save", kernels) == kernels  # each is an operation that torch has

@@ -123,7 +123,7 @@ def train(
     lr              the learning rate, unless `optimizer` has its own; default: 1e-3 where the optimizer has no default
     schedule        the learning-rate schedule, a component; default: constant
     device          "cpu", "cuda", "tpu", or a torch.device; default: the fastest one
-    precision       "fp32", "bf16", "fp16", or the dtype; default: "auto", which is bf16 on GPUs and fp32 on CPUs
+    precision       "fp32", "bf16", "fp16", "fp8", or the dtype; default: "auto", bf16 on GPUs and fp32 on CPUs
     name            the run folder is runs/NAME
     overrides       any other setting, as on the command line: ["evaluation.every_steps=50"]
     fresh           starts over; the earlier run is kept in runs/NAME.old

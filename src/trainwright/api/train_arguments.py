@@ -76,7 +76,7 @@ def errors_name_arguments(overrides: Sequence[str], *, has_optimizer: bool) -> I
     patterns: list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = [
         (re.compile("|".join(map(re.escape, _FLAGS))), lambda found: _FLAGS[found[0]]),
         (re.compile(rf"\btrainer\.{CODE}\."), lambda found: ""),
-        (re.compile(r"\bruntime\.precision: (auto|fp32|bf16|fp16)"), lambda found: f'precision="{found[1]}"'),
+        (re.compile(r"\bruntime\.precision: (auto|fp32|bf16|fp16|fp8)"), lambda found: f'precision="{found[1]}"'),
         (re.compile(r"\btrainer: (?=max_steps)"), lambda found: ""),
         (re.compile(rf"(?<![\w./])(?:{settings})(?!\w)"), lambda found: names[found[0]]),
     ]

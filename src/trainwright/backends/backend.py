@@ -110,7 +110,8 @@ _CAPTURABLE_OPTIMIZERS = frozenset({"cuda", "xpu", "hpu", "tpu"})
 _MAX_COPY_THREADS = 8
 _CHUNK_BYTES = 16 * 2**20
 
-AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""By precision; with fp8 everything except for the products of linear layers is bf16."""
 
 
 class Backend:
@@ -156,6 +157,13 @@ class Backend:
     def float32_products(self, *, tf32: bool) -> AbstractContextManager[None]:
         """Returns a context in which fp32 products use TF32 or full fp32, if the device has both."""
         return nullcontext()
+
+    def missing_fp8(self, setting: str) -> str | None:
+        """Returns why a run with this `runtime.device` does not multiply in fp8; None if it does.
+
+        A CPU rounds as a GPU does, but slowly: only runs that name it use it, such as tests and `trainwright check`.
+        """
+        return None if setting == "cpu" else f"this run is on {self.describe()}"
 
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns the batches on the device; if copies can overlap with computation, one batch ahead."""

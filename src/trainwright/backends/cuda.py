@@ -165,6 +165,15 @@ class CudaBackend(Backend):
                 for each, value in zip(newer, before, strict=True):
                     each.fp32_precision = value
 
+    def missing_fp8(self, setting: str) -> str | None:
+        """Returns None for Ada, Hopper and later."""
+        if self.supports_precision("fp8"):
+            return None
+        if torch.version.hip is not None:  # its fp8 formats differ between generations; nothing of it was tried
+            return f"{self.describe()} is a GPU of AMD"
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"{self.describe()} has {major}.{minor}"
+
     def to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Copies on a separate stream, one batch ahead, so that the copy overlaps with computation."""
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]

@@ -36,6 +36,7 @@ from trainwright.loop.metrics import ConfiguredMetric, never_distributed, reject
 from trainwright.loop.outputs import ConfiguredLoss
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer
+from trainwright.models.fp8 import Fp8Layers
 from trainwright.models.from_config import (
     FreezeRule,
     build_model_section,
@@ -106,6 +107,8 @@ class Build:
         """The hashes of the built model's weights that checkpoints may store by reference."""
         self._reader: str | None = None
         self.pretrained_facts: PretrainedFacts | None = None
+        self.fp8_layers: Fp8Layers | None = None
+        """Which layers of the built model train in fp8; None without runtime.precision fp8."""
         self.first_has_weights = False
         """True if only the first rank has weights; the model of the others is on the meta device."""
         self._trainer_class: type[Trainer] | None = None

@@ -23,6 +23,7 @@ from trainwright.parallel.replicate import SentWeights, give_memory, make_equal
 from trainwright.user_code.locations import is_user_code
 
 if TYPE_CHECKING:
+    from trainwright.models.fp8 import Fp8Layers
     from trainwright.parallel.fully_shard import GradientSync
     from trainwright.parallel.pipeline import Pipeline
     from trainwright.parallel.sharding import ShardingPlan
@@ -42,6 +43,7 @@ class ParallelizedModel:
     device: torch.device
     plan: ShardingPlan | None = None
     sync: GradientSync | None = None
+    fp8: Fp8Layers | None = None
 
     def pipeline(self, num_micro_batches: int) -> Pipeline | None:
         """Returns the schedule of micro-batches over stages; None if every rank has all layers."""
@@ -59,8 +61,9 @@ def parallelize_model(
     device: torch.device,
     *,
     first_has_weights: bool = False,
+    for_training: bool = True,
 ) -> ParallelizedModel:
-    """Shards a model in place as the mesh says and moves its shards to the device.
+    """Shards a model in place as the mesh says and moves its shards to the device; for training, uses fp8 if it is set.
 
     With `first_has_weights` the model of every other rank is on the meta device; it gets its weights once sharded.
     """
@@ -71,6 +74,7 @@ def parallelize_model(
         _reject_meta(model, config)
         make_equal(model, ranks)
     is_empty = first_has_weights and not ranks.is_first
+    fp8 = _use_fp8(model, config, ranks.mesh) if for_training and config.runtime.precision == "fp8" else None
     if ranks.mesh.is_split:
         find_crossings(model, is_on_meta=is_empty, broadcast=ranks.broadcast)
     plan, sync = _split(model, ranks, config, torch.device("meta") if is_empty else device)
@@ -83,7 +87,7 @@ def parallelize_model(
         from trainwright.parallel.pipeline import mark_shared
 
         mark_shared(model)
-    return ParallelizedModel(model, ranks.mesh, device, plan, sync)
+    return ParallelizedModel(model, ranks.mesh, device, plan, sync, fp8)
 
 
 def _reject_meta(model: torch.nn.Module, config: RunConfig) -> None:
@@ -97,6 +101,21 @@ def _reject_meta(model: torch.nn.Module, config: RunConfig) -> None:
             'it without torch.device("meta"), or call model.to_empty(device="cpu") and initialize or load its weights.',
             where=config.origin("model"),
         )
+
+
+def _use_fp8(model: torch.nn.Module, config: RunConfig, mesh: Mesh) -> Fp8Layers:
+    """Makes layers of the whole model train in fp8, before a pipeline removes blocks and forwards are wrapped."""
+    from trainwright.models.fp8 import use_fp8
+
+    if mesh.size("tensor") > 1:
+        raise ConfigError(
+            "runtime.precision: fp8 does not support runtime.mesh.tensor, because the scale of a tensor would need the "
+            "shards of all ranks. Use fsdp, or precision: bf16.",
+            where=config.origin("runtime.precision"),
+        )
+    settings = config.runtime.fp8
+    options = {} if settings is None else settings.to_dict()
+    return use_fp8(model, **options, origin=config.origin)
 
 
 def _move(model: torch.nn.Module, device: torch.device) -> None:
@@ -205,7 +224,7 @@ def _fsdp_settings(config: RunConfig, mesh: Mesh) -> Any:
             "the pipeline.",
             where=config.origin("runtime.accumulate_unsharded"),
         )
-    if runtime.gather_precision == "bf16" and runtime.precision != "bf16":
+    if runtime.gather_precision == "bf16" and runtime.precision not in ("bf16", "fp8"):
         raise ConfigError(
             f"runtime.gather_precision: bf16 gathers parameters as bf16, but runtime.precision is {runtime.precision}: "
             "layers would get two dtypes. Set runtime.precision: bf16, or remove gather_precision.",

@@ -191,6 +191,7 @@ def _build_trainer(
 ) -> Trainer:
     run_folders.reject_reserved(config)
     config, backend, ranks = _join(config)
+    _reject_missing_fp8(config, backend)
     folder = run_folders.run_folder(config)
     config = config if fresh else _keep_precision(config, folder, backend, ranks)
     kept = None if fresh else _kept_facts(config, folder, ranks)
@@ -222,11 +223,22 @@ def _build_trainer(
         given = None if trainer_class is None else unnamed_trainer(trainer.config, trainer_class)
         run_folders.save_settings(folder, trainer.config, backend.describe(), trainer=given)
     ranks.barrier()
-    _log_start(trainer)
+    _log_start(trainer, build)
     return trainer
 
 
-def _log_start(trainer: Trainer) -> None:
+def _reject_missing_fp8(config: RunConfig, backend: Backend) -> None:
+    """Raises for a device without fp8."""
+    reason = backend.missing_fp8(config.runtime.device) if config.runtime.precision == "fp8" else None
+    if reason is not None:
+        raise ConfigError(
+            "runtime.precision: fp8 needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell), "
+            f"but {reason}. Use bf16 or fp32; for tests, runtime.device: cpu computes with the same rounding.",
+            where=config.origin("runtime.precision"),
+        )
+
+
+def _log_start(trainer: Trainer, build: Build) -> None:
     """Logs what runs, and where."""
     assert trainer.train_data is not None
     batch, num_parameters = trainer.context.batch_plan, _count_parameters(trainer)
@@ -243,6 +255,8 @@ def _log_start(trainer: Trainer) -> None:
         trainer.config.runtime.precision,
         trainer.config.runtime.mode,
     )
+    if build.fp8_layers is not None:
+        logger.info("%s", build.fp8_layers.describe())
     sets = sets_of(trainer)
     if sets:
         logger.info("Evaluates %s", ", ".join(f"{name} ({describe_size(each)})" for name, each in sets.items()))
@@ -375,7 +389,8 @@ def assemble(
     build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
-    parallelized = _build_model(trainer_class, task, build, backend, ranks)
+    parallelized = _build_model(trainer_class, task, build, backend, ranks, for_training=for_training)
+    build.fp8_layers = parallelized.fp8
     config = build.config
     makes_batches = may_make_batches(trainer_class, config)
     batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training, makes_batches=makes_batches)
@@ -434,7 +449,13 @@ def assemble(
 
 
 def _build_model(
-    trainer_class: type[Trainer], task: Task, build: Build, backend: Backend, ranks: Ranks
+    trainer_class: type[Trainer],
+    task: Task,
+    build: Build,
+    backend: Backend,
+    ranks: Ranks,
+    *,
+    for_training: bool = True,
 ) -> ParallelizedModel:
     """Builds the model, on every rank or on the first for all, shards it and moves it to the device."""
     model = trainer_class.build_model(build)
@@ -443,7 +464,12 @@ def _build_model(
     if ranks.mesh.size("pipeline") > 1:
         reject_own_steps(trainer_class, task, model, build.config, ranks.mesh)
     parallelized = parallelize_model(
-        model, ranks, build.config, backend.device, first_has_weights=build.first_has_weights
+        model,
+        ranks,
+        build.config,
+        backend.device,
+        first_has_weights=build.first_has_weights,
+        for_training=for_training,
     )
     # A start that loads weights draws fewer numbers than one that initializes the model, and a rank that receives them
     # draws none. Objects that are built next must not depend on that.

@@ -71,7 +71,7 @@ def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
         found.append("split the model instead of copying it (runtime.mesh: {fsdp: -1})")
     else:
         found.append("more data ranks (--world, with runtime.mesh: {fsdp: -1})")
-    is_bf16 = planned_precision(config) == "bf16"
+    is_bf16 = planned_precision(config) in ("bf16", "fp8")
     if is_bf16 and config.runtime.gather_precision != "bf16" and axes.get("fsdp", 1) > 1:
         found.append("gather weights as bf16 (runtime.gather_precision: bf16)")
     if axes.get("tensor", 1) == 1:

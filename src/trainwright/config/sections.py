@@ -493,18 +493,33 @@ class MeshSection(Section):
         return self
 
 
+class Fp8Section(Section):
+    """Which linear layers train in fp8, and how."""
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """tensorwise: one scale for each tensor, all three products in fp8. rowwise: one scale for each row, more accurate;
+    gradients of weights are computed in bf16."""
+    match: Annotated[tuple[str, ...], BeforeValidator(_tuple_or_one), Field(min_length=1)] | None = None
+    """Globs of the paths of the layers; None: the layers of all blocks except the first and the last that are large
+    enough to gain."""
+    skip: Annotated[tuple[str, ...], BeforeValidator(_tuple_or_one)] = ()
+    """Globs of the paths of layers that stay in bf16."""
+
+
 class RuntimeSection(Section):
     """Device, precision, execution mode and mesh."""
 
     device: Annotated[str, Field(min_length=1)] = "auto"
     """auto, cpu, cuda or tpu; auto: the fastest one that is available."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """The autocast dtype of the forward; parameters are fp32 unless model.dtype is set. auto: bf16 on GPUs from compute
     capability 8.0 and on TPUs, fp32 on CPUs and older GPUs; the run folder records the choice, which a resumed run
-    keeps."""
+    keeps. fp8: bf16, and the matrix products of large linear layers in fp8 while training."""
     tf32: bool = True
     """Whether products of fp32 matrices and fp32 convolutions use TF32 on a GPU: 10 instead of 23 bits of the factors,
     several times faster. Set for the run and restored afterwards; without effect on other devices."""
+    fp8: Fp8Section | None = None
+    """With precision fp8, which layers train in fp8, and how; None: the defaults."""
     mode: Literal["eager", "compile", "graph"] = "eager"
     """How a step is executed; the result is the same in each mode."""
     compile_backend: Annotated[str, Field(min_length=1)] | None = None
@@ -533,6 +548,13 @@ class RuntimeSection(Section):
     """With fsdp, whether unsharded gradients accumulate over micro-batches and are reduced once; needs more memory."""
     gather_precision: Literal["fp32", "bf16"] | None = None
     """With fsdp, the dtype in which parameters are gathered and used; None: their dtype."""
+
+    @model_validator(mode="after")
+    def _reject_fp8_without_effect(self) -> RuntimeSection:
+        if self.fp8 is not None and self.precision != "fp8":
+            text = f"has no effect with runtime.precision {self.precision}. Set precision: fp8, or remove it."
+            raise reject(("fp8",), text, {})
+        return self
 
 
 class AnomaliesSection(Section):

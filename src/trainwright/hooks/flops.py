@@ -24,6 +24,7 @@ from trainwright.checkpoint.contents import generator_state, restore_generators
 from trainwright.events import Mean
 from trainwright.loop.task import overrides
 from trainwright.loop.trainer import Trainer
+from trainwright.models.layers.fp8_linear import scaled_product
 from trainwright.parallel.collectives import Ranks
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ _MEASURED_SECONDS = 0.3
 _LEAST_ROUNDS = 3
 
 _TERA = 1e12
+
+FP8 = torch.float8_e4m3fn
 
 
 class Peak(NamedTuple):
@@ -46,30 +49,32 @@ class Peak(NamedTuple):
     single: float | None
     """Full fp32."""
     has_bf16: bool = True
+    fp8: float | None = None
+    """fp8, accumulated in fp32."""
 
 
 KNOWN_PEAKS: Mapping[str, Peak] = {
-    "GB300": Peak(2500.0, 1250.0, 80.0),
-    "GB200": Peak(2500.0, 1250.0, 80.0),
-    "B300": Peak(2250.0, 1125.0, 75.0),
-    "B200": Peak(2250.0, 1125.0, 75.0),
-    "GH200": Peak(989.4, 494.7, 66.9),
-    "H200 NVL": Peak(835.5, 417.7, 60.0),
-    "H200": Peak(989.4, 494.7, 66.9),
-    "H100 NVL": Peak(835.5, 417.7, 60.0),
-    "H100 PCIe": Peak(756.4, 378.2, 51.2),
-    "H100": Peak(989.4, 494.7, 66.9),
+    "GB300": Peak(2500.0, 1250.0, 80.0, fp8=5000.0),
+    "GB200": Peak(2500.0, 1250.0, 80.0, fp8=5000.0),
+    "B300": Peak(2250.0, 1125.0, 75.0, fp8=4500.0),
+    "B200": Peak(2250.0, 1125.0, 75.0, fp8=4500.0),
+    "GH200": Peak(989.4, 494.7, 66.9, fp8=1978.9),
+    "H200 NVL": Peak(835.5, 417.7, 60.0, fp8=1671.0),
+    "H200": Peak(989.4, 494.7, 66.9, fp8=1978.9),
+    "H100 NVL": Peak(835.5, 417.7, 60.0, fp8=1671.0),
+    "H100 PCIe": Peak(756.4, 378.2, 51.2, fp8=1512.8),
+    "H100": Peak(989.4, 494.7, 66.9, fp8=1978.9),
     "A100": Peak(311.8, 155.9, 19.5),
     "A40": Peak(149.7, 74.8, 37.4),
     "A30": Peak(165.0, 82.0, 10.3),
     "A10": Peak(125.0, 62.5, 31.2),
-    "L40S": Peak(362.1, 183.0, 91.6),
-    "L40": Peak(181.1, 90.5, 90.5),
-    "L4": Peak(121.0, 60.0, 30.3),
+    "L40S": Peak(362.1, 183.0, 91.6, fp8=733.0),
+    "L40": Peak(181.1, 90.5, 90.5, fp8=362.0),
+    "L4": Peak(121.0, 60.0, 30.3, fp8=242.5),
     "RTX A6000": Peak(154.8, 77.4, 38.7),
-    "RTX 6000 Ada": Peak(364.2, 182.1, 91.1),
-    "RTX 5090": Peak(209.5, 104.8, 104.8),
-    "RTX 4090": Peak(165.2, 82.6, 82.6),
+    "RTX 6000 Ada": Peak(364.2, 182.1, 91.1, fp8=728.5),
+    "RTX 5090": Peak(209.5, 104.8, 104.8, fp8=419.0),
+    "RTX 4090": Peak(165.2, 82.6, 82.6, fp8=330.3),
     "RTX 3090": Peak(71.0, 35.6, 35.6),
     "V100": Peak(125.0, None, 15.7, has_bf16=False),
     "T4": Peak(65.1, None, 8.1, has_bf16=False),
@@ -101,6 +106,8 @@ def known_peak(device_name: str, dtype: torch.dtype) -> tuple[str, float] | None
     peak = KNOWN_PEAKS[word]
     if dtype == torch.float32:
         teraflops = peak.tf32 if _rounds_float32() else peak.single
+    elif dtype == FP8:
+        teraflops = peak.fp8
     elif dtype == torch.float16 or (dtype == torch.bfloat16 and peak.has_bf16):
         teraflops = peak.half
     else:
@@ -130,8 +137,10 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> MatrixRate:
 
 
 def _make_matrices(size: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[list[Tensor], float]:
-    """Returns two factors and a product, and the seconds of one product."""
+    """Returns two factors and a product (for fp8 a scale), and the seconds of one product."""
     matrices = [torch.randn(size, size, generator=generator, device=generator.device).to(dtype) for _ in range(3)]
+    if dtype == FP8:
+        matrices[2] = torch.ones((), device=generator.device)  # the scale of both factors
     _time_products(matrices, 1)  # chooses a kernel, and warms up
     return matrices, _time_products(matrices, 1)
 
@@ -148,7 +157,10 @@ def _time_products(matrices: list[Tensor], repeats: int) -> float:
     wait_for(product.device)
     start = time.perf_counter()
     for _ in range(repeats):
-        torch.mm(first, second, out=product)
+        if first.dtype == FP8:
+            scaled_product(first, second, product, product, torch.bfloat16, fast=True)
+        else:
+            torch.mm(first, second, out=product)
     wait_for(product.device)
     return time.perf_counter() - start
 
@@ -206,6 +218,8 @@ def flops_per_token(model: torch.nn.Module, ranks: Ranks, pipeline: Any = None) 
 
 def matmul_dtype(model: torch.nn.Module, precision: str) -> torch.dtype:
     """Returns the dtype of most matrix products of a forward."""
+    if precision == "fp8":
+        return FP8
     if precision in AUTOCAST_DTYPES:
         return AUTOCAST_DTYPES[precision]
     sizes: Counter[torch.dtype] = Counter()

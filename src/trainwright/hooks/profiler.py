@@ -12,14 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.profiler import profile
 
 from trainwright.backends import waits_for_memory
 from trainwright.backends.private_torch import tree_map_only
-from trainwright.config.sections import RuntimeSection
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.costs import (
     KERNEL_COSTS,
@@ -77,7 +76,6 @@ _ROWS_OF_PHASES = {
 }
 """The row of a phase of the loop (loop/heartbeat.py); the row of other phases is `host`."""
 
-_PRECISIONS = get_args(RuntimeSection.model_fields["precision"].annotation)
 _COMPUTE = ("forward", "backward", "optimizer", "replay")
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
@@ -556,7 +554,7 @@ class Profiler(Hook):
             is_on_gpu=is_on_gpu,
             precision=runtime.precision,
             fastest_precision=backend.choose_precision(),
-            supports_fp8="fp8" in _PRECISIONS and backend.supports_precision("fp8"),
+            supports_fp8=backend.supports_precision("fp8"),
             tf32=runtime.tf32,
             num_ranks=trainer.ranks.size,
             gathers_fp32=trainer.ranks.mesh.size("fsdp") > 1

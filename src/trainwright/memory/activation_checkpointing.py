@@ -79,6 +79,8 @@ def read_operations(label: str, names: Sequence[str]) -> tuple[str, ...]:
                 f'{label}: "{name}" draws random numbers, so later draws would differ in the recomputation. Remove it.'
             )
         found.append(full)
+        if full in ("aten::mm", "aten::addmm"):
+            found.append("aten::_scaled_mm")  # the same product of a layer that trains in fp8
     return tuple(found)
 
 

@@ -254,8 +254,14 @@ def _reject_unequal(stack: str, blocks: Mapping[str, nn.Module]) -> None:
 
 
 def _structure(block: nn.Module) -> dict[str, str]:
-    """Returns everything that a graph of the block depends on, by name: modules with their sizes, weights, buffers."""
-    found = {name: f"{type(module).__name__}({module.extra_repr()})" for name, module in block.named_modules()}
+    """Returns everything that a graph of the block depends on, by name: modules with their sizes, weights, buffers.
+
+    Blocks that differ only in which layers train in fp8 count as equal: torch compiles one graph for each kind.
+    """
+    found = {}
+    for name, module in block.named_modules():
+        kind = getattr(type(module), "evaluates_as", type(module))
+        found[name] = f"{kind.__name__}({module.extra_repr()})"
     for name, tensor in [*block.named_parameters(), *block.named_buffers()]:
         found[name] = f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
     return found

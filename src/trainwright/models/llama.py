@@ -20,6 +20,7 @@ from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.decoder import DecoderModel, DecoderStack, attend_causally
 from trainwright.models.generation import LayerCache
 from trainwright.models.layers.attention import Mask, WholeSequence, split_heads
+from trainwright.models.layers.fp8_linear import linears
 from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate
 from trainwright.models.layers.settings import check_keywords, draw_weights, embed, keywords_of, reject_other_values
 
@@ -239,9 +240,9 @@ class Attention(nn.Module):
         self, hidden: Tensor, rotations: Rotations, mask: Mask | None, cache: LayerCache | None = None
     ) -> Tensor:
         """Mixes positions: [B, S, D] → [B, S, D]. Without a mask attention is causal over the sequence."""
-        queries = rotate(split_heads(self.q_proj(hidden), self.head_size), rotations)  # [B, H, S, W]
-        keys = rotate(split_heads(self.k_proj(hidden), self.head_size), rotations)  # [B, K, S, W]
-        values = split_heads(self.v_proj(hidden), self.head_size)  # [B, K, S, W]
+        projected = linears(hidden, self.q_proj, self.k_proj, self.v_proj)
+        queries, keys, values = (split_heads(each, self.head_size) for each in projected)  # [B, H or K, S, W]
+        queries, keys = rotate(queries, rotations), rotate(keys, rotations)
         mixed = attend_causally(self.sequence, queries, keys, values, mask, cache, enable_gqa=self.is_grouped)
         output: Tensor = self.o_proj(mixed)
         return output
@@ -258,7 +259,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Maps [B, S, D] to [B, S, D]."""
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        gate, up = linears(hidden, self.gate_proj, self.up_proj)
+        output: Tensor = self.down_proj(F.silu(gate) * up)
         return output
 
 

@@ -33,10 +33,14 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps [..., in] to [..., out]."""
-        output = F.linear(input, self.weight, self.bias)
+        output = self.base(input)
         adapter_input = self.drop(input).to(self.lora_a.dtype)
         added = F.linear(F.linear(adapter_input, self.lora_a), self.lora_b) * (self.lora_alpha / self.lora_rank)
         return output + added.to(output.dtype)
+
+    def base(self, input: Tensor) -> Tensor:
+        """Returns the output without the adapter."""
+        return F.linear(input, self.weight, self.bias)
 
     def drop(self, input: Tensor) -> Tensor:
         """Returns the adapter's input, with dropout while training."""
@@ -77,7 +81,7 @@ def add_lora(
     if not globs:
         raise ConfigError("lora.match: matches no layer. Use a glob such as *.q_proj.")
     # Includes layers that `_adapt` rejects: left out silently, they would seem trained.
-    linear = [name for name, one in model.named_modules() if name and (isinstance(one, nn.Linear) or _is_conv1d(one))]
+    linear = [name for name, one in model.named_modules() if name and (isinstance(one, nn.Linear) or is_conv1d(one))]
     for glob in globs:
         if not any(names_module(glob, name) for name in linear):
             raise ConfigError(f"lora.match: {unmatched(glob, linear, 'linear layer')}")
@@ -182,7 +186,7 @@ def _reject_misfit(
 def _why_not(name: str, modules: dict[str, nn.Module]) -> str:
     """Returns why this module cannot have an adapter; an empty string if it can."""
     module, parent = modules[name], modules[name.rpartition(".")[0]]
-    if _is_conv1d(module):
+    if is_conv1d(module):
         return (
             "a Conv1D of transformers, which stores its weight transposed and is not supported. Use the model type "
             "gpt2, which has the same weights in linear layers."
@@ -208,7 +212,8 @@ def _why_not(name: str, modules: dict[str, nn.Module]) -> str:
     return ""
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
+    """Returns True for the linear layer of transformers' GPT-2, which stores its weight transposed."""
     kind = type(module)
     return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 

@@ -119,7 +119,7 @@ def _changed_modules(model: nn.Module, twin: nn.Module) -> Iterator[str]:
 
 def _difference(name: str, part: nn.Module, expected: nn.Module) -> str | None:
     """Describes how a module would compute something else than the expected one; None if it would not."""
-    kind, other = type(part), type(expected)
+    kind, other = getattr(type(part), "evaluates_as", type(part)), type(expected)  # a layer that trains in fp8
     shown = name or kind.__name__
     # accelerate also replaces the forward of an object, to cast inputs, and keeps the original.
     own = vars(part).get("forward")
