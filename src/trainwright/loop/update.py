@@ -964,9 +964,11 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _narrow_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Rounds gradients to the dtype of their parameters, which most optimizers need; masters take them in fp32."""
+    """Rounds gradients to the dtype of their parameters, which most optimizers need; ours with `state` or
+    `master_weights` compute in fp32.
+    """
     for group in optimizer.param_groups:
-        if not group.get("master_weights"):
+        if not group.get("master_weights") and not group.get("state"):
             for parameter in group["params"]:
                 if parameter.dtype in SHORT_DTYPES:
                     set_gradient_dtype(parameter, parameter.dtype)
