@@ -464,6 +464,27 @@ def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
+def steps_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns why an optimizer cannot step its parameters in several calls of `step()`, with advice; None if it can.
+
+    Optimizers of torch and ours can. A user's class sets the attribute `steps_in_parts` to True if its step uses each
+    parameter's own gradient and state alone.
+    """
+    name = type(optimizer).__name__
+    if requires_closure(optimizer):
+        return f"{name} computes the loss again. Use another optimizer"
+    for setting in ("report", "repair_nan"):
+        if any(group.get(setting) for group in optimizer.param_groups):
+            return f"{setting} is a value of all gradients of an update. Remove {setting}"
+    is_known = f"{type(optimizer).step.__module__}.".startswith(_KNOWN_PACKAGES)
+    if is_known or getattr(optimizer, "steps_in_parts", False):
+        return None
+    return (
+        f"{name} gets several calls of step() in an update, each with some of the gradients, which it may not support. "
+        "Set its class attribute steps_in_parts = True if it does, use adamw"
+    )
+
+
 def has_eval_weights(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True for an optimizer with `train` and `eval`, which trains other weights than it evaluates with.
 
