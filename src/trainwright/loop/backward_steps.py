@@ -8,7 +8,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ PENDING_BYTES = 2**28
 
 
 class BackwardSteps:
-    """Steps the parameters of optimizers from hooks on their gradients, between `begin` and `finish`."""
+    """Steps the parameters of optimizers from hooks on their gradients, within `during_backward`."""
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer], before_step: Callable[[str], None]) -> None:
         """`before_step` is called with the name of an optimizer before it steps, and may raise."""
@@ -38,22 +39,22 @@ class BackwardSteps:
         self._stepped: set[int] = set()
         self._norms: list[torch.Tensor] = []
 
-    def begin(self, skip: torch.Tensor | bool) -> None:
-        """Begins the only backward of an update; with `skip` the steps change nothing."""
+    @contextmanager
+    def during_backward(self, skip: torch.Tensor | bool) -> Iterator[None]:
+        """A context for the only backward of an update; with `skip` the steps change nothing."""
         self._follow_parameters()
         self._is_active, self._skip = True, skip
         self._stepped.clear()
         self._norms.clear()
+        try:
+            yield
+            self._step_pending()
+        finally:
+            self._is_active, self._pending, self._pending_bytes = False, {}, 0
 
-    def finish(self) -> torch.Tensor | None:
-        """Steps the last gradients; returns the norm of all gradients, None if there were none."""
-        self._step_pending()
-        self._is_active = False
+    def grad_norm(self) -> torch.Tensor | None:
+        """Returns the norm of all gradients of the last backward, None if there were none."""
         return torch.linalg.vector_norm(torch.stack(self._norms)) if self._norms else None
-
-    def abandon(self) -> None:
-        """Ends a backward that has raised."""
-        self._is_active, self._pending, self._pending_bytes = False, {}, 0
 
     def _follow_parameters(self) -> None:
         """Gives parameters that were added to an optimizer their hooks."""

@@ -637,15 +637,16 @@ class Update:
                 trace.enter_part("backward")
             if updater.ranks.size > 1:
                 self._begin_backward()
-            if updater.backward_steps is None:
+            with self._around_backward():
                 scaled.backward()  # type: ignore[no-untyped-call]
-            else:
-                self._step_in_backward(scaled, updater.backward_steps)
             if trace is not None:
                 trace.leave_part()
 
-    def _step_in_backward(self, scaled: torch.Tensor, steps: BackwardSteps) -> None:
-        """Propagates the loss of the whole batch and steps each parameter as its gradient is complete."""
+    def _around_backward(self) -> AbstractContextManager[None]:
+        """Returns a context in which a backward steps each parameter as its gradient is complete, if that is set."""
+        steps = self._updater.backward_steps
+        if steps is None:
+            return _NO_STEPS
         if self._is_stepped:
             raise TrainwrightError(
                 "trainer.optimizer_in_backward: backward was called a second time in one update, after the first has "
@@ -655,12 +656,7 @@ class Update:
         (_, weight), *_ = self._losses.values()
         self.weight = weight if isinstance(weight, torch.Tensor) else float(weight)
         self._is_skipped = False if self.has_plain_loss else self._is_empty()
-        steps.begin(self._is_skipped)
-        try:
-            scaled.backward()  # type: ignore[no-untyped-call]
-        except BaseException:
-            steps.abandon()
-            raise
+        return steps.during_backward(self._is_skipped)
 
     def backward_pipelined(
         self, micro_batches: Sequence[Batch], read: Callable[[Any, Batch], ForwardResult], pipeline: Pipeline
@@ -881,7 +877,7 @@ class Update:
                 f"trainer.optimizer_in_backward: apply names the optimizers {', '.join(names)}, but backward has "
                 "stepped all of them. Remove optimizer_in_backward."
             )
-        grad_norm = steps.finish()
+        grad_norm = steps.grad_norm()
         if grad_norm is None:
             raise TrainwrightError(
                 f"No parameter of the optimizers {', '.join(names)} received a gradient. Does the loss depend on them?"
@@ -1008,6 +1004,7 @@ class Update:
         return skip
 
 
+_NO_STEPS = nullcontext()
 _NO_LOSS: tuple[Loss, float] = (Mean(0.0, 0.0), 0)
 """The loss of a micro-batch without samples of its own."""
 

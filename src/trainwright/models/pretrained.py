@@ -170,7 +170,7 @@ class DrawNarrow(TorchFunctionMode):
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._dtype = dtype
 
     def __torch_function__(

@@ -299,7 +299,7 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
         states = [optimizer.state[parameter] for parameter, _ in coded]
         if coded:
             numbers = step_numbers([state["step"] for state in states], group, grad_scale, found_inf)
-            step_quantized(*zip(*coded, strict=True), states, numbers, is_stochastic=is_stochastic)
+            step_quantized(coded, states, numbers, is_stochastic=is_stochastic)
     chunks = [chunk for parameter, weight in pairs for chunk in _split(parameter, weight, optimizer.state[parameter])]
     if is_stochastic:  # only weights in bf16 are rounded, so that they need a buffer of their own
         chunks.sort(key=lambda chunk: chunk.weight.dtype == torch.bfloat16)

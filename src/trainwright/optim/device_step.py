@@ -108,7 +108,7 @@ class ListOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             if "step" not in self.state[parameter]:
                 self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        steps = [self.state[parameter]["step"] for parameter in parameters]
+        steps: list[Tensor] = [self.state[parameter]["step"] for parameter in parameters]
         torch._foreach_add_(steps, 1.0)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None:

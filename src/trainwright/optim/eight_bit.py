@@ -170,18 +170,13 @@ def step_numbers(
 
 
 def step_quantized(
-    parameters: Sequence[Any],
-    masters: Sequence[Any],
-    states: Sequence[Mapping[str, Any]],
-    numbers: StepNumbers,
-    *,
-    is_stochastic: bool,
+    pairs: Sequence[tuple[Any, Any]], states: Sequence[Mapping[str, Any]], numbers: StepNumbers, *, is_stochastic: bool
 ) -> None:
     """Runs one AdamW step of parameters whose state has codes.
 
-    `masters` are what is stepped: a parameter itself, or its fp32 master, which the parameter is then rounded from.
+    `pairs` are the parameters, each with what is stepped: itself, or its fp32 master, from which it is then rounded.
     """
-    for row, (parameter, master, state) in enumerate(zip(parameters, masters, states, strict=True)):
+    for row, ((parameter, master), state) in enumerate(zip(pairs, states, strict=True)):
         own, gradient = local(parameter), own_gradient(parameter)
         assert gradient is not None  # parameters without one are left out
         if not own.numel():
