@@ -157,7 +157,9 @@ def step_numbers(
     """Returns the numbers of a step of a group; `steps` are the counters, which include this step."""
     count = torch.stack(list(steps)).to(torch.float64)
     beta1, beta2 = group["betas"]
-    rate = torch.as_tensor(group["lr"], dtype=torch.float64, device=count.device)
+    lr = group["lr"]
+    # Not `torch.tensor`, which copies a number from the host and waits.
+    rate = lr.to(torch.float64) if isinstance(lr, Tensor) else torch.full_like(count[0], lr)
     factor = torch.ones_like(count) if grad_scale is None else (1.0 / grad_scale.to(torch.float64)).expand_as(count)
     columns = (
         rate / (1.0 - beta1**count),

@@ -35,7 +35,8 @@ def positions_in(rows: Tensor, start: int = 0, stop: int | None = None) -> Tenso
     """Returns the position in its row of each element `start` to `stop` of a tensor, int32; a vector is one row."""
     row_size = rows.shape[1:].numel() if rows.ndim > 1 else rows.numel()
     stop = rows.numel() if stop is None else stop
-    positions = torch.arange(start, stop, dtype=torch.int64, device=rows.device)
+    dtype = torch.int32 if stop < 2**31 else torch.int64
+    positions = torch.arange(start, stop, dtype=dtype, device=rows.device)
     return positions.remainder_(max(row_size, 1)).to(torch.int32)
 
 
