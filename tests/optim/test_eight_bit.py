@@ -107,6 +107,14 @@ def test_zeros_stay_zeros_and_positive_second_moments_stay_positive():
     assert not decode_first(codes, scales).any()
 
 
+@pytest.mark.parametrize("size", [1e-36, 1e-30, 1e-20, 1e20, 1e38])
+def test_moments_of_any_size_are_coded_alike(size):
+    exact = block_of([1.0, 0.5, 0.1, 0.01]) * size
+    for encode, decode in ((encode_first, decode_first), (lambda each: encode_second(each, None), decode_second)):
+        found = decode(*encode(exact.clone()))
+        torch.testing.assert_close(found / size, exact / size, rtol=0.1, atol=1e-6)
+
+
 def test_a_second_moment_without_gradients_decays_as_in_fp32():
     (weight,) = make_weights((40, 256))
     optimizer = AdamW([weight], state="8bit", lr=0.0)

@@ -119,7 +119,7 @@ def encode_second(blocks: Tensor, salt: Tensor | None) -> tuple[Tensor, Tensor]:
     Rounds to nearest without a salt.
     """
     scales = blocks.amax(-1)
-    powers = blocks * (_reciprocal(scales) * 255.0**4)
+    powers = (blocks * _reciprocal(scales)).mul_(255.0**4)  # in this order: the factors together may overflow
     lower = powers.sqrt().sqrt_().floor_().clamp_(max=254.0)
     below = lower.square().square_()
     distance = (lower + 1.0).square_().square_().sub_(below)

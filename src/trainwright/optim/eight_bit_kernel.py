@@ -146,8 +146,8 @@ def _step(  # type: ignore[no-untyped-def]  # noqa: ANN202  # Triton gives annot
     tl.store(first_scale + block, scale1, mask=is_block)
 
     scale2 = tl.max(moment2, axis=1)
-    inverse2 = tl.where(scale2 < tiny, 0.0, 1.0 / scale2) * (255.0 * 255.0 * 255.0 * 255.0)
-    power = moment2 * inverse2[:, None]
+    inverse2 = tl.where(scale2 < tiny, 0.0, 1.0 / scale2)
+    power = moment2 * inverse2[:, None] * (255.0 * 255.0 * 255.0 * 255.0)
     lower = tl.minimum(tl.floor(tl.sqrt(tl.sqrt(power))), 254.0)
     square = lower * lower
     below = square * square
