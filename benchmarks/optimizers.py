@@ -1,19 +1,24 @@
 """Milliseconds of one optimizer step on the shapes of a Llama, ours against torch's.
 
-    python benchmarks/optimizers.py [--device cuda] [--size tiny|tinyllama-1.1b] [--rounds 12] [--steps 5]
-                                    [--output benchmarks/results/optimizers]
+    python benchmarks/optimizers.py [--device cuda] [--size tiny|tinyllama-1.1b|llama3-8b] [--rounds 12] [--steps 5]
+                                    [--contenders 8bit] [--output benchmarks/results/optimizers]
 
 Every contender steps the same shapes with the same gradients, which stand still. The contenders take turns, round
 after round, in one process; a round is the mean of some steps, after the device is idle. torch.optim.Muon takes
 matrices alone, so that it is measured with torch's fused AdamW for the rest, as a user would run it; our Muon does
-both. On a GPU the memory that one step needs beside weights, gradients and state is noted too.
+both. Contenders with "bf16 weights" have weights and gradients in bf16, all others in fp32. On a GPU the memory that
+one step needs beside weights, gradients and state is noted too, and for steps of one pass the share of the bandwidth
+of a copy of 4 GiB. `--contenders` keeps those whose name contains the text: the state of all does not fit with the
+8 billion weights of llama3-8b.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import json
+import math
 import os
 import platform
 import time
@@ -30,6 +35,7 @@ from trainwright.optim.muon import Muon
 SIZES = {  # layers, width, inner width, key/value width, words
     "tiny": (8, 256, 688, 64, 8192),
     "tinyllama-1.1b": (22, 2048, 5632, 256, 32000),
+    "llama3-8b": (32, 4096, 14336, 1024, 128256),
 }
 Named = dict[str, torch.nn.Parameter]
 
@@ -65,10 +71,36 @@ CONTENDERS: dict[str, Callable[[Named], object]] = {
     "AdamW, repair_nan": lambda named: AdamW(named.values(), lr=1e-4, repair_nan=True),
     "AdamW, report": lambda named: AdamW(named.values(), lr=1e-4, report=True),
     "AdamW, bf16 moments": lambda named: AdamW(named.values(), lr=1e-4, state_dtype="bf16"),
+    "AdamW, 8bit": lambda named: AdamW(named.values(), lr=1e-4, state="8bit"),
+    "AdamW, bf16 weights, masters": lambda named: AdamW(named.values(), lr=1e-4, master_weights=True),
+    "AdamW, bf16 weights, stochastic": lambda named: AdamW(named.values(), lr=1e-4, master_weights="stochastic"),
+    "AdamW, bf16 weights, 8bit, masters": lambda named: AdamW(
+        named.values(), lr=1e-4, state="8bit", master_weights=True
+    ),
+    "AdamW, bf16 weights, 8bit, stochastic": lambda named: AdamW(
+        named.values(), lr=1e-4, state="8bit", master_weights="stochastic"
+    ),
     "Lion": lambda named: Lion(named.values(), lr=1e-5),
     "torch Muon + AdamW": TorchMuon,
     "Muon": lambda named: Muon(list(named.items()), lr=1e-4),
 }
+if importlib.util.find_spec("torchao") is not None:
+
+    def torchao_adamw(named: Named) -> object:
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(named.values(), lr=1e-4, bf16_stochastic_round=True)
+
+    CONTENDERS["torchao AdamW8bit, bf16 weights, stochastic"] = torchao_adamw
+
+BYTES = {
+    "torch AdamW, fused": 28,
+    "AdamW": 28,
+    "AdamW, 8bit": 16,
+    "AdamW, bf16 weights, 8bit, masters": 16,
+    "AdamW, bf16 weights, 8bit, stochastic": 10,
+}
+"""Bytes that a step of one pass reads and writes per parameter."""
 BASELINES = {"Muon": "torch Muon + AdamW"}
 FIRST = "torch AdamW, fused"
 
@@ -106,40 +138,69 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default=None)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--contenders", default="", help="keep those whose name contains this text")
     parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     size = arguments.size or ("tiny" if device.type == "cpu" else "tinyllama-1.1b")
+    names = [name for name in CONTENDERS if arguments.contenders in name]
     torch.manual_seed(0)
-    named = {
-        name: torch.nn.Parameter(torch.randn(shape, device=device) * 0.02) for name, shape in llama_shapes(size).items()
+    shapes = llama_shapes(size)
+    kinds = {
+        is_narrow: make_parameters(shapes, is_narrow, device) for is_narrow in {"bf16 weights" in n for n in names}
     }
-    for parameter in named.values():
-        parameter.grad = torch.randn_like(parameter) * 1e-3
-    contenders = {name: Contender(name, named, arguments.steps, device) for name in CONTENDERS}
+    contenders = {name: Contender(name, kinds["bf16 weights" in name], arguments.steps, device) for name in names}
     rounds = take_turns(contenders, arguments.rounds)
     gc.collect()
-    show(rounds, named, device, size, arguments)
+    show(rounds, names, shapes, device, size, arguments)
 
 
-def show(rounds, named: Named, device: torch.device, size: str, arguments) -> None:
+def make_parameters(shapes: dict[str, tuple[int, ...]], is_narrow: bool, device: torch.device) -> Named:
+    dtype = torch.bfloat16 if is_narrow else torch.float32
+    named = {}
+    for name, shape in shapes.items():
+        named[name] = torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype) * 0.02)
+        named[name].grad = torch.randn_like(named[name]) * 1e-3
+    return named
+
+
+def bandwidth(device: torch.device) -> float:
+    """Returns the bytes per second that a copy of 4 GiB reads and writes."""
+    source = torch.ones(2**32, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(5):
+        wait(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        wait(device)
+        times.append(time.perf_counter() - start)
+    return 2 * 2**32 / min(times)
+
+
+def show(rounds, names: list[str], shapes, device: torch.device, size: str, arguments) -> None:
     results, rows = {}, []
-    for name in CONTENDERS:
-        against = {base: ratio(rounds, "ms", name, base) for base in (FIRST, BASELINES.get(name)) if base}
+    elements = sum(math.prod(shape) for shape in shapes.values())
+    peak = bandwidth(device) if device.type == "cuda" else None
+    for name in names:
+        bases = [base for base in (FIRST, BASELINES.get(name)) if base in names]
+        against = {base: ratio(rounds, "ms", name, base) for base in bases}
         results[name] = {"ms": median(rounds, name, "ms"), "ratios": against}
-        row = [name, f"{results[name]['ms']:.2f}", show_ratio(against[FIRST])]
-        row.append(show_ratio(against[BASELINES[name]]) if name in BASELINES else "")
-        if device.type == "cuda":
+        row = [name, f"{results[name]['ms']:.2f}", show_ratio(against[FIRST]) if FIRST in against else ""]
+        row.append(show_ratio(against[BASELINES[name]]) if BASELINES.get(name) in against else "")
+        if peak is not None:
+            share = BYTES[name] * elements / (results[name]["ms"] / 1e3) / peak if name in BYTES else None
+            results[name]["bandwidth_share"] = share
+            row.append("" if share is None else f"{share:.0%}")
             results[name]["beside_mib"] = median(rounds, name, "beside_mib")
             row.append(f"{results[name]['beside_mib']:.0f}")
         rows.append(row)
     head = ["", "ms a step", "ratio to torch's fused AdamW (quartiles)", "ratio to torch's Muon"]
-    head += ["MiB beside"] if device.type == "cuda" else []
-    elements = sum(parameter.numel() for parameter in named.values())
+    head += ["share of bandwidth", "MiB beside"] if device.type == "cuda" else []
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     conditions = (
-        f"{where}, Python {platform.python_version()}, torch {torch.__version__}. {size}: {len(named)} tensors, "
-        f"{elements:,} parameters in fp32. Medians of {arguments.rounds} rounds of {arguments.steps} steps."
+        f"{where}, Python {platform.python_version()}, torch {torch.__version__}. {size}: {len(shapes)} tensors, "
+        f"{elements:,} parameters. Medians of {arguments.rounds} rounds of {arguments.steps} steps."
     )
     print(conditions, "", table(head, rows), sep="\n")
     if arguments.output is None:
@@ -157,9 +218,10 @@ def show(rounds, named: Named, device: torch.device, size: str, arguments) -> No
 def command(arguments, size: str) -> str:
     threads = os.environ.get("OMP_NUM_THREADS")
     before = f"OMP_NUM_THREADS={threads} " if threads else ""
+    only = f'--contenders "{arguments.contenders}" ' if arguments.contenders else ""
     return (
         f"{before}python benchmarks/optimizers.py --device {arguments.device} --size {size} "
-        f"--rounds {arguments.rounds} --steps {arguments.steps} --output {arguments.output}"
+        f"--rounds {arguments.rounds} --steps {arguments.steps} {only}--output {arguments.output}"
     )
 
 

@@ -55,6 +55,19 @@ def commands_of(folder):
     return [line for block in re.findall(r"^```\n(.*?)^```$", readme, re.DOTALL | re.M) for line in block.splitlines()]
 
 
+def test_the_settings_of_the_8b_llama_train_a_small_one(tmp_path):
+    pytest.importorskip("tokenizers")
+    folder = copy_example("llama_8b", tmp_path)
+    small = "model={type: llama, preset: tiny, dtype: bf16, vocab_size: 4096, max_positions: 64}"
+    data = "data.train={type: stdlib_code, part: train, sequence_length: 64, vocab_size: 512}"
+    trainer, _ = run_example(folder, small, data, "runtime.mode=eager", "trainer.max_steps=3")
+    dtypes = {value.dtype for state in trainer.optimizers["main"].state.values() for value in state.values()}
+    assert dtypes == {torch.int8, torch.uint8, torch.float32}
+    assert {each.grad.dtype for each in trainer.model.parameters()} == {torch.bfloat16}
+    config = RunConfig.load(folder / "run.yaml")
+    assert (config.model.preset, config.model.dtype) == ("llama3-8b", "bf16")
+
+
 def test_digits_with_a_vision_transformer_learn(tmp_path):
     pytest.importorskip("sklearn")
     folder = copy_example("digits_vit", tmp_path)

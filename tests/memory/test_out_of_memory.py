@@ -78,7 +78,7 @@ def test_the_report_says_what_holds_the_memory_and_what_could_change():
     assert "  520.01 KiB  0  (130.00 KiB + 130.00 KiB + 260.01 KiB + 0.00 KiB)" in text
     assert "  128.00 KiB  0.weight  gradient  (512, 64) float32" in text
     assert mentions(text, "trainer.micro_batch_size", "8", "16")
-    assert mentions(text, "trainer.optimizer.state_dtype", "134.02", "bf16")
+    assert mentions(text, "trainer.optimizer.state", "201.02", "8bit")
 
 
 def test_only_settings_that_are_not_used_yet_are_proposed():
@@ -87,7 +87,7 @@ def test_only_settings_that_are_not_used_yet_are_proposed():
         "trainer.micro_batch_size",
         "runtime.precision",
         "model.activation_checkpointing",
-        "trainer.optimizer.state_dtype",
+        "trainer.optimizer.state",
         "model.freeze",
     ]
     frugal = config(micro_batch_size=1, optimizer={"type": "adamw", "state_dtype": "bf16"}).derive(
@@ -101,7 +101,7 @@ def test_only_settings_that_are_not_used_yet_are_proposed():
 def test_each_of_several_optimizers_gets_its_own_advice():
     optimizers = {"a": {"optimizer": {"type": "adamw"}, "match": "a*"}, "b": {"optimizer": {"type": "sgd"}}}
     text = "\n".join(advice_for(config(optimizer=None, optimizers=optimizers)))
-    assert "trainer.optimizers.a.optimizer.state_dtype=bf16" in text
+    assert "trainer.optimizers.a.optimizer.state=8bit" in text
     assert "trainer.optimizers.b" not in text
 
 

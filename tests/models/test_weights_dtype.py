@@ -7,6 +7,7 @@ import torch
 from tests.messages import raises
 
 from trainwright import RunConfig, build_trainer
+from trainwright.analysis.estimate import TEMPORARY, HeldBytes
 from trainwright.config import ModelSection
 from trainwright.errors import ConfigError
 from trainwright.models.from_config import build_model_section
@@ -44,14 +45,29 @@ def test_weights_have_the_dtype_and_buffers_keep_theirs(tmp_path):
     assert all(each.dtype != torch.bfloat16 for each in model.buffers())
 
 
-def test_weights_are_those_of_fp32_rounded(tmp_path):
+@pytest.mark.parametrize("section", [{"type": "llama", **SIZES}, {"type": "gpt2", "preset": "tiny"}, {"type": "vit"}])
+def test_weights_are_those_of_fp32_rounded(tmp_path, section):
+    section = {"preset": "tiny", **section} if section["type"] == "vit" else section
     torch.manual_seed(0)
-    model = build(tmp_path, type="llama", dtype="bf16", max_positions=16, **SIZES)
+    model = build(tmp_path, dtype="bf16", **section)
+    after = torch.get_rng_state()
     torch.manual_seed(0)
-    whole = build(tmp_path, type="llama", max_positions=16, **SIZES)
+    whole = build(tmp_path, **section)
     assert all(
         torch.equal(one, other.bfloat16()) for one, other in zip(model.parameters(), whole.parameters(), strict=True)
     )
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_weights_in_16_bits_are_not_built_in_fp32_first(tmp_path, name):
+    """8 billion weights would need 32 GB: at most one weight is in fp32 at a time."""
+    section = {"type": name, "vocab_size": 4000, "hidden_size": 128, "num_layers": 2, "num_heads": 4}
+    with HeldBytes() as held:
+        model = build(tmp_path, dtype="bf16", **section)
+    weights = sum(each.numel() for each in model.parameters())
+    assert held.most[TEMPORARY] < 2 * weights + 3 * 4 * max(each.numel() for each in model.parameters())
+    assert held.most[TEMPORARY] < 4 * weights
 
 
 def test_a_class_with_a_dtype_of_its_own_is_told(tmp_path):

@@ -10,7 +10,8 @@ from tests.optim.references import all_equal, drive, make_gradients, make_weight
 
 from trainwright.errors import ConfigError
 from trainwright.optim import adamw, device_step
-from trainwright.optim.adamw import AdamW, round_to_bf16, salt_of
+from trainwright.optim.adamw import AdamW
+from trainwright.optim.rounding import round_to_bf16, salt_of
 
 SHAPES = ((4, 3), (7,), (2, 3, 2))
 

@@ -50,7 +50,7 @@ from trainwright.loop.trainer import Trainer, TrainerContext
 from trainwright.loop.update import LossScale, ScheduledOptimizer, Updater, persistent_buffers
 from trainwright.models.from_config import pretrained_source
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
-from trainwright.optim.device_step import requires_closure
+from trainwright.optim.device_step import requires_closure, steps_only_whole
 from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh
@@ -634,6 +634,8 @@ def _updater(
             )
     for name, optimizer in optimizers.items():
         reject_closure(optimizer, config, ranks.mesh, label=name)
+    if config.trainer.optimizer_in_backward and optimizers:
+        reject_steps_in_backward(optimizers, config, ranks, batch)
     return Updater(
         {name: ScheduledOptimizer(optimizer, schedules[name]) for name, optimizer in optimizers.items()},
         global_batch_size=batch.global_batch_size,
@@ -653,6 +655,7 @@ def _updater(
         pipeline=parallelized.pipeline(batch.gradient_accumulation_steps),
         heartbeat=heartbeat,
         capture=capture,
+        steps_in_backward=config.trainer.optimizer_in_backward,
     )
 
 
@@ -730,3 +733,56 @@ def reject_closure(optimizer: torch.optim.Optimizer, config: RunConfig, mesh: Me
         name = type(optimizer).__name__
         where = config.origin("trainer.optimizer" if label == "main" else f"trainer.optimizers.{label}.optimizer")
         raise ConfigError(f"{name} computes the loss several times in a step: {problem}", where=where)
+
+
+def reject_steps_in_backward(
+    optimizers: Mapping[str, torch.optim.Optimizer], config: RunConfig, ranks: Ranks, batch: BatchPlan
+) -> None:
+    """Raises for `trainer.optimizer_in_backward` next to what needs all gradients before a weight changes."""
+    trainer, anomalies, mode = config.trainer, config.anomalies, config.runtime.mode
+    has_blocks = config.model is not None and "compile_repeated_blocks" in config.model.reserved
+    cases = {
+        "runtime.mode": (
+            mode != "eager" and not has_blocks,
+            f"in mode {mode} the forward is compiled as a whole, and all of its gradients are complete at the same "
+            "time. Compile block by block with model.compile_repeated_blocks",
+        ),
+        "trainer.gradient_accumulation_steps": (
+            batch.gradient_accumulation_steps > 1,
+            f"an update has {batch.gradient_accumulation_steps} micro-batches, whose gradients are added up. Set "
+            "micro_batch_size to the size of the batch",
+        ),
+        "trainer.max_grad_norm": (
+            trainer.max_grad_norm is not None,
+            "clipping needs the norm of all gradients. Remove max_grad_norm",
+        ),
+        "trainer.max_grad_value": (trainer.max_grad_value is not None, "gradients are not clamped. Remove it"),
+        "runtime.precision": (
+            config.runtime.precision == "fp16",
+            "fp16 needs to know whether any gradient overflows. Use precision bf16",
+        ),
+        "runtime.mesh": (
+            ranks.size > 1,
+            f"gradients are summed over {ranks.size} processes first. Use one process",
+        ),
+        "anomalies.non_finite": (
+            anomalies.non_finite == "skip",
+            "whether an update is skipped depends on all gradients. Use raise or rollback",
+        ),
+        "anomalies.spike": (
+            anomalies.spike == "skip",
+            "an update cannot be skipped. Use ignore, raise or rollback",
+        ),
+    }
+    problems = [(setting, problem) for setting, (is_set, problem) in cases.items() if is_set]
+    for name, optimizer in optimizers.items():
+        problem = steps_only_whole(optimizer)
+        if problem is not None:
+            label = "trainer.optimizer" if name == "main" else f"trainer.optimizers.{name}.optimizer"
+            problems.append((label, problem))
+    if problems:
+        setting, problem = problems[0]
+        raise ConfigError(
+            f"trainer.optimizer_in_backward does not work with {setting}: {problem}, or remove optimizer_in_backward.",
+            where=config.origin("trainer.optimizer_in_backward"),
+        )

@@ -349,6 +349,9 @@ class TrainerSection(Section):
     """Maximum norm of the gradients, which are scaled down to it; None: no limit."""
     max_grad_value: Positive | None = None
     """Maximum absolute value of each gradient element, which is clamped; None: no limit."""
+    optimizer_in_backward: bool = False
+    """Whether each parameter is stepped during the backward pass, as soon as its gradient is complete, and the gradient
+    is freed. For one micro-batch per update, one process, and no clipping."""
     optimizer: Component | None = None
     """The optimizer of all parameters; None if `optimizers`, a task or a trainer defines it."""
     schedule: Component | None = None

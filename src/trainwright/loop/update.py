@@ -23,6 +23,7 @@ from trainwright.backends.private_torch import version_of
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.mean import detached_copy, is_sharded
+from trainwright.loop.backward_steps import BackwardSteps
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.outputs import ForwardResult, Loss, full_loss, read_pair
 from trainwright.loop.state import Batch
@@ -277,6 +278,7 @@ class Updater:
         pipeline: Pipeline | None = None,
         heartbeat: Heartbeat | None = None,
         capture: Capture | None = None,
+        steps_in_backward: bool = False,
     ) -> None:
         self.optimizers = dict(optimizers)
         self.global_batch_size = global_batch_size
@@ -303,6 +305,11 @@ class Updater:
         self._capture = capture or Capture()
         devices = [device_of(entry.optimizer) for entry in self.optimizers.values()]
         self._reads_at_once = all(each is None or reads_at_once(each) for each in devices)
+        self.backward_steps: BackwardSteps | None = None
+        """Steps the parameters during backward; None if `Update.apply` steps them."""
+        if steps_in_backward:
+            named = {name: entry.optimizer for name, entry in self.optimizers.items()}
+            self.backward_steps = BackwardSteps(named, self._reject_postponed)
         self.step = 0
         """The number of the current update, starting at 1."""
         self.is_judged = False
@@ -460,6 +467,14 @@ class Updater:
             waits_for_memory(device_of(each) or torch.device("cpu")) and divides_gradients(each) for each in optimizers
         )
 
+    def _reject_postponed(self, name: str) -> None:
+        """Raises for an optimizer that cannot be captured: it would have to step after the replay."""
+        if self._capture.is_active and name in self.after_replay:
+            raise ConfigError(
+                f"trainer.optimizer_in_backward: the optimizer {name} cannot be captured in runtime.mode graph. Use a "
+                "fused or capturable optimizer, or mode eager."
+            )
+
     def step_optimizer(
         self, name: str, skip: torch.Tensor | bool, grad_scale: torch.Tensor | None = None
     ) -> dict[str, Any]:
@@ -591,6 +606,10 @@ class Update:
         """True if a loss was neither a Mean nor a mean over a known number of labels."""
         self._metrics: dict[str, list[tuple[Any, int]]] = {}
         self._own_is_finite: torch.Tensor | bool = True
+        self._is_stepped = False
+        """True once a backward has stepped the parameters (`trainer.optimizer_in_backward`)."""
+        self._is_skipped: torch.Tensor | bool = False
+        """True if those steps change nothing, because no label counts."""
 
     def backward(
         self, result: ForwardResult | Loss | tuple[Loss, Mapping[str, Any]], num_samples: int | None = None
@@ -618,9 +637,26 @@ class Update:
                 trace.enter_part("backward")
             if updater.ranks.size > 1:
                 self._begin_backward()
-            scaled.backward()  # type: ignore[no-untyped-call]
+            with self._around_backward():
+                scaled.backward()  # type: ignore[no-untyped-call]
             if trace is not None:
                 trace.leave_part()
+
+    def _around_backward(self) -> AbstractContextManager[None]:
+        """Returns a context in which a backward steps each parameter as its gradient is complete, if that is set."""
+        steps = self._updater.backward_steps
+        if steps is None:
+            return _NO_STEPS
+        if self._is_stepped:
+            raise TrainwrightError(
+                "trainer.optimizer_in_backward: backward was called a second time in one update, after the first has "
+                "stepped the parameters. Add the terms and call backward once, or remove optimizer_in_backward."
+            )
+        self._is_stepped = True
+        (_, weight), *_ = self._losses.values()
+        self.weight = weight if isinstance(weight, torch.Tensor) else float(weight)
+        self._is_skipped = False if self.has_plain_loss else self._is_empty()
+        return steps.during_backward(self._is_skipped)
 
     def backward_pipelined(
         self, micro_batches: Sequence[Batch], read: Callable[[Any, Batch], ForwardResult], pipeline: Pipeline
@@ -660,6 +696,9 @@ class Update:
         scaled: torch.Tensor | float
         if self._losses and (earlier := self._earlier_terms(key)) is not None:
             loss, scaled, weight = self._add_term(result, earlier, batch_size)
+        elif updater.backward_steps is not None:
+            # One micro-batch of one rank is the whole batch, so that no later factor is needed.
+            loss, scaled, weight = self._whole_mean(result)
         elif isinstance(loss, Mean):
             scaled = loss.total / batch_size
         elif result.count is None:
@@ -681,6 +720,19 @@ class Update:
         for name, value in result.metrics.items():
             self._metrics.setdefault(name, []).append((value, num_samples))
         return scaled
+
+    def _whole_mean(self, result: ForwardResult) -> tuple[Loss, Any, torch.Tensor | float]:
+        """Returns the mean loss of a whole batch, the tensor to propagate, which is exactly it, and its weight."""
+        loss = result.loss
+        if isinstance(loss, Mean):
+            count = torch.as_tensor(loss.count)
+            mean = loss.total / count.clamp(min=1e-12)
+            return mean, mean, count.item() if self._updater.reads_at_once else count
+        if result.count is None:
+            self.has_plain_loss = True
+            return loss, loss, result.num_samples
+        weight = result.count.item() if self._updater.reads_at_once else result.count
+        return _without_nan(loss, weight), loss, weight
 
     def _earlier_terms(self, key: object) -> tuple[Loss, torch.Tensor | float] | None:
         """Returns the sum of the earlier terms of a micro-batch with its weight; None for its first term.
@@ -768,6 +820,8 @@ class Update:
             if not self._losses:
                 raise TrainwrightError("apply was called without a backward: there is no gradient to step with.")
             names = tuple(updater.optimizers) if optimizers is None else tuple(optimizers)
+            if updater.backward_steps is not None:
+                return self._finish_steps(names, updater.backward_steps)
             owned = updater.owned_by(names)
             loss, factor = self._reduce(owned)
             gradients = owned.gradients()
@@ -814,6 +868,31 @@ class Update:
             if trace is not None:
                 trace.leave_part()
             return StepResult(loss, metrics, grad_norm, updater.rates[names[0]])
+
+    def _finish_steps(self, names: tuple[str, ...], steps: BackwardSteps) -> StepResult:
+        """Ends an update whose parameters were stepped during backward."""
+        updater = self._updater
+        if set(names) != set(updater.optimizers):
+            raise TrainwrightError(
+                f"trainer.optimizer_in_backward: apply names the optimizers {', '.join(names)}, but backward has "
+                "stepped all of them. Remove optimizer_in_backward."
+            )
+        grad_norm = steps.grad_norm()
+        if grad_norm is None:
+            raise TrainwrightError(
+                f"No parameter of the optimizers {', '.join(names)} received a gradient. Does the loss depend on them?"
+            )
+        (loss, _), *_ = self._losses.values()
+        assert isinstance(loss, torch.Tensor)  # `_whole_mean` returns no Mean
+        updater._last_loss = loss
+        if self._is_skipped is not True:
+            self._judge(loss, grad_norm)
+        metrics = {name: _merge_metric(values) for name, values in self._metrics.items()}
+        if len(updater.rates) > 1:
+            metrics.update({f"lr/{name}": rate for name, rate in updater.rates.items()})
+        if updater.heartbeat.trace is not None:
+            updater.heartbeat.trace.leave_part()
+        return StepResult(loss, metrics, grad_norm, updater.rates[names[0]])
 
     def _reduce(self, owned: _OwnedParameters) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Sums over micro-batches and ranks; returns the loss and the factor that makes the gradients exactly its."""
@@ -925,6 +1004,7 @@ class Update:
         return skip
 
 
+_NO_STEPS = nullcontext()
 _NO_LOSS: tuple[Loss, float] = (Mean(0.0, 0.0), 0)
 """The loss of a micro-batch without samples of its own."""
 
@@ -964,9 +1044,11 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _narrow_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Rounds gradients to the dtype of their parameters, which most optimizers need; masters take them in fp32."""
+    """Rounds gradients to the dtype of their parameters, which most optimizers need; ours with `state` or
+    `master_weights` compute in fp32.
+    """
     for group in optimizer.param_groups:
-        if not group.get("master_weights"):
+        if not group.get("master_weights") and not group.get("state"):
             for parameter in group["params"]:
                 if parameter.dtype in SHORT_DTYPES:
                     set_gradient_dtype(parameter, parameter.dtype)

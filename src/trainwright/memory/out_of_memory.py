@@ -222,8 +222,8 @@ def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool) 
             "for about a quarter more time; losses stay equal, bit for bit."
         )
     for label, optimizer in _optimizers(config):
-        if optimizer.type == "adamw" and optimizer.arguments.get("state_dtype") != "bf16":
-            yield f"{label}.state_dtype=bf16: {_saving(held, STATE, 0.5)}both moments need half."
+        if optimizer.type == "adamw" and not {"state", "state_dtype"} & optimizer.arguments.keys():
+            yield f"{label}.state=8bit: {_saving(held, STATE, 0.75)}both moments need a quarter of fp32."
     if config.model is not None and not {"freeze", "lora"} & config.model.reserved.keys():
         yield (
             f"model.freeze, or model.lora: {_saving(held, GRADIENT, 1.0)}frozen parameters need no gradient and "

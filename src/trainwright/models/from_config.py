@@ -6,7 +6,7 @@ import inspect
 import random
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args
@@ -25,6 +25,7 @@ from trainwright.models.names import as_globs, matched_parameters, names_module,
 from trainwright.models.peft_adapters import add_peft, read_peft_settings, renamed_by_peft
 from trainwright.models.pretrained import (
     CONFIG_FILE,
+    DrawNarrow,
     LoadReport,
     as_dtype,
     find_folder,
@@ -201,7 +202,9 @@ def build_model_section(
     # A user's file may draw while it is imported, which happens only once in a process.
     restore_generators()
     if pretrained is None:
-        model, facts = _build(component, target, project_dir, origin, kernels=kernels), None
+        is_narrow = dtype in (torch.bfloat16, torch.float16) and _draws_plainly(target)
+        with DrawNarrow(dtype) if is_narrow and dtype is not None else nullcontext():
+            model, facts = _build(component, target, project_dir, origin, kernels=kernels), None
         if dtype is not None:
             for parameter in model.parameters():  # buffers, such as tables of angles, keep their dtype
                 parameter.data = parameter.data.to(dtype)
@@ -432,6 +435,11 @@ def _build_from_folder(
         return loaded
     assert config is not None
     return target.from_config(config, **arguments), LoadReport((), ())
+
+
+def _draws_plainly(target: Any) -> bool:
+    """Returns True for a shipped class whose weights can be drawn in 16 bits."""
+    return _is_shipped_kind(target) and target.is_shipped() and target.draws_plainly
 
 
 def _is_shipped_kind(target: Any) -> bool:

@@ -38,6 +38,7 @@ class GPT2(DecoderModel):
     hugging_face_prefix = "transformer"
     ignored_keys = ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias")  # masks in old files
     blocks = "transformer.h"
+    draws_plainly = True
     parts_before_blocks = ("transformer.wte", "transformer.wpe", "transformer.drop")
     key_rules: ClassVar[tuple[KeyRule, ...]] = tuple(
         KeyRule(f"transformer.h.*.{name}.weight", f"transformer.h.*.{name}.weight", transpose=True)

@@ -50,6 +50,7 @@ class Llama(DecoderModel):
     hugging_face_prefix = "model"
     ignored_keys = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # computed, but stored in old files
     blocks = "model.layers"
+    draws_plainly = True
     parts_before_blocks = ("model.embed_tokens",)
     config_keys = MappingProxyType(
         {

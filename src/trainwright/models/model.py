@@ -75,6 +75,9 @@ class Model(nn.Module):
     parts_before_blocks: ClassVar[tuple[str, ...]] = ()
     """The paths of the modules and parameters that `begin` uses; `finish` uses all others except the blocks."""
 
+    draws_plainly: ClassVar[bool] = False
+    """True if `reset_parameters` only fills weights with random numbers or a constant (see DrawNarrow)."""
+
     settings: dict[str, Any]
     """All keywords of the constructor with their final values: `type(model)(**model.settings)` is a copy."""
 

@@ -162,6 +162,31 @@ def on_meta() -> Iterator[None]:
         yield
 
 
+class DrawNarrow(TorchFunctionMode):
+    """Creates weights in 16 bits, and draws them as in fp32: the same numbers, rounded.
+
+    A model of 8 billion weights then never needs 32 GB: each weight is in fp32 only while it is drawn. For classes that
+    fill their weights with draws and constants alone (`Model.draws_plainly`).
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.empty and kwargs.get("dtype") is None:
+            return function(*args, **{**kwargs, "dtype": self._dtype})
+        tensor = args[0] if args else None
+        is_draw = getattr(function, "__name__", "") in DRAWS
+        if is_draw and isinstance(tensor, Tensor) and tensor.dtype == self._dtype and not tensor.is_meta:
+            wide = torch.empty_like(tensor, dtype=torch.float32, requires_grad=False)
+            return tensor.copy_(function(wide, *args[1:], **kwargs))
+        return function(*args, **kwargs)
+
+
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Returns a dtype for its name (`bf16`, `bfloat16`, `fp32`, ...); a dtype and None are returned as they are."""
     if dtype is None or isinstance(dtype, torch.dtype):

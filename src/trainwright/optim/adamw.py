@@ -14,6 +14,7 @@ from trainwright.errors import ConfigError
 from trainwright.models.layers.settings import keywords_of
 from trainwright.optim.device_step import (
     CHUNK_ELEMENTS,
+    STOCHASTIC,
     check_masters,
     copy_reported,
     device_of,
@@ -29,14 +30,34 @@ from trainwright.optim.device_step import (
     tensors_of,
     updated_parameters,
 )
+from trainwright.optim.eight_bit import (
+    FIRST,
+    MIN_ELEMENTS,
+    MIN_ROW,
+    decode_state,
+    encode_state,
+    has_codes,
+    is_quantized,
+    place_scales,
+    step_numbers,
+    step_quantized,
+    zero_codes,
+)
+from trainwright.optim.rounding import positions_in, round_to_bf16, salt_of
 from trainwright.optim.sharded import has_shards, local_gradients, local_shards
 from trainwright.parallel.mesh import local, own_gradient
 
-OWN_DEFAULTS: Mapping[str, Any] = {"state_dtype": None, "master_weights": False, "repair_nan": False, "report": False}
+OWN_DEFAULTS: Mapping[str, Any] = {
+    "state": None,
+    "state_dtype": None,
+    "master_weights": False,
+    "repair_nan": False,
+    "report": False,
+}
 """The settings that torch's AdamW does not have."""
+WHOLE_SETTINGS = ("state", "state_dtype", "master_weights")
+"""The settings that all groups share."""
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-_GOLDEN = 0x9E3779B1 - 2**32  # 2³² over the golden ratio, as a signed 32-bit number
 
 # torch wraps a class's step() in profiling and hooks when its first object is created. Calling super().step() would
 # run a user's step hooks twice in a process that also has a plain torch AdamW, so we call the unwrapped function.
@@ -52,8 +73,11 @@ class AdamW(torch.optim.AdamW):
 
     `state_dtype`, `fp32` or `bf16`, is the dtype of both moments; None means the parameter's dtype. bf16 with fp32
     weights saves 4 bytes per parameter and costs time.
-    `master_weights` keeps an fp32 master of every 16-bit weight, and moments in fp32 unless `state_dtype` is set:
-    12 bytes of state per weight, in addition to 2 of the weight and 2 of its gradient.
+    `state: 8bit` keeps both moments in 8 bits with a scale for each 256 elements: 2 bytes per parameter instead of 8
+    (eight_bit.py). Parameters of one dim or fewer than 4,096 elements keep them in fp32.
+    `master_weights` keeps an fp32 master of every 16-bit weight, and moments in fp32 unless `state` or `state_dtype` is
+    set: 12 bytes of state per weight, in addition to 2 of the weight and 2 of its gradient. `stochastic` keeps none: it
+    rounds bf16 weights stochastically, so that updates too small for bf16 are not lost on average.
     `repair_nan` makes gradients finite before they are measured, and returns `nan_gradients`, how many values were
     not. `report` returns `update_norm`, at the cost of one more copy of the weights and two passes over it.
     """
@@ -75,8 +99,9 @@ class AdamW(torch.optim.AdamW):
         maximize: bool = False,
         capturable: bool = False,
         fused: bool | None = None,
+        state: str | None = None,
         state_dtype: str | None = None,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
         repair_nan: bool = False,
         report: bool = False,
     ) -> None:
@@ -85,13 +110,13 @@ class AdamW(torch.optim.AdamW):
         if fused is None and all(has_fused_kernel(tensor) for tensor in tensors_of(entries)):
             fused = True
         own = {name: settings.pop(name) for name in OWN_DEFAULTS}
-        for name in ("state_dtype", "master_weights"):
+        for name in WHOLE_SETTINGS:
             if own[name] and amsgrad:
                 # Stochastic rounding would raise the maximum in every step.
                 raise ConfigError(f"{name} and amsgrad are both set. Keep one of them.")
             if own[name] and fused is not True:
                 raise ConfigError(f"{name} needs torch's fused AdamW, but the device lacks it or fused is False.")
-        _check_dtypes(list(tensors_of(entries)), state_dtype, has_masters=master_weights)
+        _check_dtypes(list(tensors_of(entries)), state, state_dtype, master_weights)
         settings |= {"betas": (betas[0], betas[1]), "fused": fused}  # YAML has only lists
         super().__init__(entries, **settings)
         self.defaults |= own
@@ -123,8 +148,7 @@ class AdamW(torch.optim.AdamW):
             self.repair_gradients()
         copies = copy_reported(self) if self._reports else None
         if self._is_loaded:
-            fit_loaded_state(self, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), dtype=self._moment_dtype)
-            self._is_loaded = False
+            self._fit_loaded_state()
         if self._moment_dtype is None:
             _update_parameters(self, None)
         else:
@@ -138,6 +162,9 @@ class AdamW(torch.optim.AdamW):
         """Restores `state_dict()`, each tensor in the dtype that it was saved in."""
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                place_scales(self.state.get(parameter, {}), parameter)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -146,7 +173,7 @@ class AdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as in torch; the precision of moments and masters is the same for all groups."""
-        for key in ("state_dtype", "master_weights"):
+        for key in WHOLE_SETTINGS:
             if key in param_group:
                 raise ConfigError(
                     f"{key} is {param_group[key]!r} in one group. Set it for the whole optimizer: one kernel steps all "
@@ -166,6 +193,19 @@ class AdamW(torch.optim.AdamW):
                 tensors[:] = local_shards(tensors)
         return has_complex
 
+    def _fit_loaded_state(self) -> None:
+        """Adapts loaded state to this run's settings, which may differ from those of the run that saved it."""
+        to_codes = self.param_groups[0]["state"] == "8bit"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                if has_codes(state) and not to_codes:
+                    decode_state(state)
+                elif FIRST in state and not has_codes(state) and to_codes and is_quantized(parameter):
+                    encode_state(state, parameter)
+        fit_loaded_state(self, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), dtype=self._moment_dtype)
+        self._is_loaded = False
+
     def _read_groups(self) -> None:
         """Reads from the groups what `step` needs and what does not change between steps."""
         for group in self.param_groups:
@@ -174,10 +214,10 @@ class AdamW(torch.optim.AdamW):
         self._repairs = any(group["repair_nan"] for group in self.param_groups)
         self._reports = any(group["report"] for group in self.param_groups)
         self.is_sharded = has_shards(self.param_groups)
-        name, has_masters = self.param_groups[0]["state_dtype"], self.param_groups[0]["master_weights"]
-        dtype = STATE_DTYPES[name or "fp32"] if name or has_masters else None
+        state, name, masters = (self.param_groups[0][key] for key in WHOLE_SETTINGS)
+        dtype = STATE_DTYPES[name or "fp32"] if state or name or masters else None
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        needs_cast = has_masters or any(parameter.dtype != dtype for parameter in parameters)
+        needs_cast = state or masters or any(parameter.dtype != dtype for parameter in parameters)
         self._moment_dtype = dtype if needs_cast else None  # None: torch's own step does it
 
 
@@ -186,14 +226,28 @@ def has_fused_kernel(parameter: Tensor) -> bool:
     return parameter.is_floating_point() and has_fused_optimizers(parameter.device)
 
 
-def _check_dtypes(tensors: list[Tensor], state_dtype: str | None, *, has_masters: bool) -> None:
-    if has_masters:
-        check_masters(tensors)
+def _check_dtypes(
+    tensors: list[Tensor], state: str | None, state_dtype: str | None, master_weights: bool | str
+) -> None:
+    check_masters(tensors, master_weights)
+    if state not in (None, "8bit"):
+        raise ConfigError(f'state is {state!r}. Use "8bit", or remove it.')
+    if state is not None and state_dtype is not None:
+        raise ConfigError(
+            f"state is {state} and state_dtype is {state_dtype}, but both define the precision of the moments. Keep "
+            "one of them."
+        )
+    if state is not None and tensors and not any(map(is_quantized, tensors)):
+        raise ConfigError(
+            f"state: 8bit has no effect: no parameter has two dims, {MIN_ELEMENTS:,} elements and rows of {MIN_ROW}. "
+            "Remove it."
+        )
     if state_dtype not in (None, *STATE_DTYPES):
         raise ConfigError(f'state_dtype is {state_dtype!r}. Use "fp32" or "bf16", or remove it.')
     odd = {tensor.dtype for tensor in tensors} - {torch.float32, torch.bfloat16, torch.float16}
-    if state_dtype is not None and odd:
-        raise ConfigError(f"state_dtype supports parameters in fp32, bf16 and fp16, but one is {odd.pop()}.")
+    if (state or state_dtype) is not None and odd:
+        name = "state_dtype" if state is None else "state"
+        raise ConfigError(f"{name} supports parameters in fp32, bf16 and fp16, but one is {odd.pop()}.")
 
 
 class _Chunk(NamedTuple):
@@ -206,36 +260,54 @@ class _Chunk(NamedTuple):
     first: Tensor
     second: Tensor
     step: Tensor
+    whole: Tensor
+    """The parameter that it is a range of."""
+    start: int
+    """The first element of that range."""
 
 
 def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Runs one AdamW step of the group with moments kept in `dtype`; the arithmetic is in fp32.
+    """Runs one AdamW step of the group with moments kept in `dtype`, or in 8 bits; the arithmetic is in fp32.
 
-    With the group's `master_weights`, parameters in 16 bits are rounded from fp32 masters (device_step.py).
+    With the group's `master_weights`, parameters in 16 bits are rounded from fp32 masters (device_step.py), or
+    stochastically (rounding.py).
     """
     parameters = updated_parameters(group)
     if not parameters:
         return
-    weights = masters_of(optimizer, parameters) if group["master_weights"] else parameters
+    has_8bit = group.get("state") == "8bit"
     for parameter in parameters:
         state = optimizer.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
-    found_inf = getattr(optimizer, "found_inf", None)
+            if has_8bit and is_quantized(parameter):
+                state.update(zero_codes(parameter))
+            else:
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+    found_inf, grad_scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     steps = [optimizer.state[parameter]["step"] for parameter in parameters]
     torch._foreach_add_(steps, 1.0)
     if found_inf is not None:
         torch._foreach_sub_(steps, [found_inf.reshape(())] * len(steps))  # a list: the host would read a single tensor
-    chunks = [
-        chunk
-        for parameter, weight in zip(parameters, weights, strict=True)
-        for chunk in _split(parameter, weight, optimizer.state[parameter])
-    ]
+    is_stochastic = group["master_weights"] == STOCHASTIC
+    weights = masters_of(optimizer, parameters) if group["master_weights"] is True else parameters
+    pairs = list(zip(parameters, weights, strict=True))
+    if has_8bit:
+        coded = [pair for pair in pairs if has_codes(optimizer.state[pair[0]])]
+        pairs = [pair for pair in pairs if not has_codes(optimizer.state[pair[0]])]
+        states = [optimizer.state[parameter] for parameter, _ in coded]
+        if coded:
+            numbers = step_numbers([state["step"] for state in states], group, grad_scale, found_inf)
+            step_quantized(coded, states, numbers, is_stochastic=is_stochastic)
+    chunks = [chunk for parameter, weight in pairs for chunk in _split(parameter, weight, optimizer.state[parameter])]
+    if is_stochastic:  # only weights in bf16 are rounded, so that they need a buffer of their own
+        chunks.sort(key=lambda chunk: chunk.weight.dtype == torch.bfloat16)
+    num_wide = sum(chunk.weight.dtype != torch.bfloat16 for chunk in chunks) if is_stochastic else 0
     salt = salt_of(steps[0])
-    for some in in_chunks([chunk.parameter for chunk in chunks]):
-        _step_chunks(chunks[some], group, salt, getattr(optimizer, "grad_scale", None), found_inf)
+    for alike in (chunks[:num_wide], chunks[num_wide:]):
+        for some in in_chunks([chunk.parameter for chunk in alike]):
+            _step_chunks(alike[some], group, salt, grad_scale, found_inf)
 
 
 def _split(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> Iterator[_Chunk]:
@@ -243,13 +315,13 @@ def _split(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> Iterator
     assert gradient is not None  # parameters without one are left out
     own = local(parameter)
     stepped = own if weight is parameter else local(weight)
-    full = _Chunk(own, stepped, gradient, local(state["exp_avg"]), local(state["exp_avg_sq"]), step)
-    if not all(tensor.is_contiguous() for tensor in full):
-        yield full
+    tensors = (own, stepped, gradient, local(state["exp_avg"]), local(state["exp_avg_sq"]))
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        yield _Chunk(*tensors, step, own, 0)
         return
     for start in range(0, own.numel(), CHUNK_ELEMENTS):
-        flat = [tensor.view(-1)[start : start + CHUNK_ELEMENTS] for tensor in full[:5]]
-        yield _Chunk(flat[0], flat[0] if stepped is own else flat[1], flat[2], flat[3], flat[4], step)
+        flat = [tensor.view(-1)[start : start + CHUNK_ELEMENTS] for tensor in tensors]
+        yield _Chunk(flat[0], flat[0] if stepped is own else flat[1], flat[2], flat[3], flat[4], step, own, start)
 
 
 def _step_chunks(
@@ -259,7 +331,9 @@ def _step_chunks(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    parameters, weights, gradients, firsts, seconds, steps = (list(column) for column in zip(*chunks, strict=True))
+    parameters, weights, gradients, firsts, seconds, steps = (
+        list(column) for column in list(zip(*chunks, strict=True))[:6]
+    )
     wide = [_widen(column) for column in (weights, gradients, firsts, seconds)]
     torch._fused_adamw_(  # type: ignore[call-overload]  # torch's annotation lacks an lr on the device
         *(tensors for tensors, _ in wide),
@@ -277,6 +351,9 @@ def _step_chunks(
     )
     (new_weights, buffer), _, *moments = wide
     if buffer is not None:
+        if group["master_weights"] == STOCHASTIC and weights[0].dtype == torch.bfloat16:
+            ranges = [(each.whole, each.start, each.start + each.weight.numel()) for each in chunks]
+            round_to_bf16(buffer, salt, torch.cat([positions_in(*each) for each in ranges]))
         torch._foreach_copy_(weights, new_weights)
     round_masters(parameters, weights)
     for kept, (new, buffer) in zip((firsts, seconds), moments, strict=True):
@@ -295,28 +372,3 @@ def _widen(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
     views = [view.view(tensor.shape) for view, tensor in zip(buffer.split(sizes), tensors, strict=True)]  # type: ignore[no-untyped-call]
     torch._foreach_copy_(views, tensors)
     return views, buffer
-
-
-def salt_of(step: Tensor) -> Tensor:
-    """Returns 32 pseudo-random bits for a step.
-
-    With a plain counter the roundings of a constant value would follow each other too evenly, and a moment would decay
-    too slowly.
-    """
-    word = step.to(torch.int64) * 0x9E3779B1 & 0xFFFFFFFF
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        word = ((word ^ (word >> shift)) * factor) & 0xFFFFFFFF
-    word = word ^ (word >> 16)
-    return (word - 2**31).to(torch.int32)
-
-
-def round_to_bf16(values: Tensor, salt: Tensor) -> None:
-    """Rounds fp32 values in place to values of bf16, up with the probability that keeps the mean (stochastically).
-
-    A value of bf16 does not change, so that a skipped update changes nothing. The largest nan becomes −0, which hides
-    nothing: the weight was computed before and is nan.
-    """
-    bits = values.view(torch.int32)
-    noise = torch.add(salt, bits, alpha=_GOLDEN)
-    noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
-    bits.add_(noise).bitwise_and_(-0x10000)

@@ -1,6 +1,7 @@
 """What optimizer steps share so that the host never waits for the device.
 
 Skipped updates, repair and reports, masters in fp32 for weights in 16 bits, loaded state, capture in a CUDA graph.
+Weights in bf16 without masters that are rounded stochastically are in rounding.py.
 
     gradients (bf16) → fp32 → step of the masters → rounded to the weights (bf16)
 
@@ -22,6 +23,7 @@ from torch.optim import optimizer as _torch_optimizer
 from trainwright.backends import has_capturable_optimizers, reads_at_once
 from trainwright.backends.private_torch import version_of
 from trainwright.errors import ConfigError
+from trainwright.optim.rounding import positions_in, round_to_bf16, salt_of
 from trainwright.optim.sharded import has_shards, local_gradients, local_shards, shard_like, sum_over_ranks
 from trainwright.parallel.mesh import is_split, local
 
@@ -30,6 +32,8 @@ CHUNK_ELEMENTS = 2**25
 NARROW = (torch.bfloat16, torch.float16)
 MASTER = "master"
 """The key of a parameter's master in its state."""
+STOCHASTIC = "stochastic"
+"""The value of `master_weights` that rounds bf16 weights stochastically instead of keeping masters."""
 
 
 class ListOptimizer(torch.optim.Optimizer):
@@ -48,8 +52,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         entries = read_entries(params, owner=type(self).__name__)
-        if defaults["master_weights"]:
-            check_masters(tensors_of(entries))
+        check_masters(list(tensors_of(entries)), defaults["master_weights"])
         super().__init__(entries, defaults)
 
     @torch.no_grad()
@@ -81,6 +84,36 @@ class ListOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.is_sharded, self._is_loaded = has_shards(self.param_groups), True
+
+    def stepped_weights(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
+        """Returns what is stepped: the parameters, their masters, or copies in fp32 to round stochastically."""
+        if group["master_weights"] == STOCHASTIC:
+            return [each.detach().to(torch.float32) if each.dtype in NARROW else each for each in parameters]
+        return masters_of(self, parameters) if group["master_weights"] else list(parameters)
+
+    def round_weights(self, parameters: Sequence[Tensor], stepped: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+        """Rounds what was stepped to the weights; a skipped step leaves the weights as they were."""
+        if not group["master_weights"]:
+            return
+        if group["master_weights"] == STOCHASTIC:
+            salt = salt_of(self._count_step(parameters))
+            for parameter, weight in zip(parameters, stepped, strict=True):
+                if weight is not parameter:
+                    own = local(weight)
+                    round_to_bf16(own, salt, positions_in(own).view(own.shape))
+        round_masters(self.shards_of(list(parameters)), self.shards_of(list(stepped)))
+
+    def _count_step(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Counts a step, unless it is skipped, in the state of the parameters; returns the first counter."""
+        for parameter in parameters:
+            if "step" not in self.state[parameter]:
+                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        steps: list[Tensor] = [self.state[parameter]["step"] for parameter in parameters]
+        torch._foreach_add_(steps, 1.0)
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf.reshape(())] * len(steps))
+        return steps[0]
 
     def gradients_of(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
         """Returns the local gradients, in fp32 for a group with masters."""
@@ -218,17 +251,24 @@ def report_update(optimizer: Any, copied: dict[Tensor, Tensor] | None) -> dict[s
     return {"update_norm": total.sqrt()}
 
 
-def check_masters(tensors: Iterable[Tensor]) -> None:
-    """Rejects masters that would have no effect, or fewer bits than their weights."""
+def check_masters(tensors: Iterable[Tensor], master_weights: bool | str) -> None:
+    """Rejects masters or stochastic rounding that would have no effect, and weights that do not support them."""
+    if not isinstance(master_weights, bool) and master_weights != STOCHASTIC:
+        raise ConfigError(f"master_weights is {master_weights!r}. Use true, false or stochastic.")
+    if master_weights is False:
+        return
+    narrow = {torch.bfloat16} if master_weights == STOCHASTIC else {*NARROW}
     dtypes = {tensor.dtype for tensor in tensors}
-    if not dtypes & {*NARROW}:
+    odd = dtypes - narrow - {torch.float32}
+    if odd:
+        names = "bf16 and fp32" if master_weights == STOCHASTIC else "bf16, fp16 and fp32"
+        raise ConfigError(f"master_weights supports parameters in {names}, but one is {odd.pop()}.")
+    if not dtypes & narrow:
+        value = f": {STOCHASTIC}" if master_weights == STOCHASTIC else ""
         raise ConfigError(
-            "master_weights has no effect: no trained weight has 16 bits. Use bf16 weights (model.dtype or "
+            f"master_weights{value} has no effect: no trained weight has 16 bits. Use bf16 weights (model.dtype or "
             "model.pretrained.dtype), or remove master_weights."
         )
-    odd = dtypes - {*NARROW, torch.float32}
-    if odd:
-        raise ConfigError(f"master_weights supports parameters in bf16, fp16 and fp32, but one is {odd.pop()}.")
 
 
 def masters_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -275,12 +315,12 @@ def fit_loaded_state(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state: dict[str, Any] = optimizer.state.get(parameter, {})
-            has_master = bool(group["master_weights"]) and parameter.dtype in NARROW
-            if not has_master:
+            is_wide = bool(group["master_weights"]) and parameter.dtype in NARROW
+            if group["master_weights"] is not True or not is_wide:
                 state.pop(MASTER, None)
-            wanted = dtype or (torch.float32 if has_master else parameter.dtype)
+            wanted = dtype or (torch.float32 if is_wide else parameter.dtype)
             for key in averages:
-                if key in state:
+                if key in state and state[key].is_floating_point():  # codes of moments in 8 bits stay what they are
                     state[key] = state[key].to(wanted)
 
 
@@ -422,6 +462,27 @@ def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
         return bool(optimizer.needs_closure)
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is parameter.empty
+
+
+def steps_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns why an optimizer cannot step its parameters in several calls of `step()`, with advice; None if it can.
+
+    Optimizers of torch and ours can. A user's class sets the attribute `steps_in_parts` to True if its step uses each
+    parameter's own gradient and state alone.
+    """
+    name = type(optimizer).__name__
+    if requires_closure(optimizer):
+        return f"{name} computes the loss again. Use another optimizer"
+    for setting in ("report", "repair_nan"):
+        if any(group.get(setting) for group in optimizer.param_groups):
+            return f"{setting} is a value of all gradients of an update. Remove {setting}"
+    is_known = f"{type(optimizer).step.__module__}.".startswith(_KNOWN_PACKAGES)
+    if is_known or getattr(optimizer, "steps_in_parts", False):
+        return None
+    return (
+        f"{name} gets several calls of step() in an update, each with some of the gradients, which it may not support. "
+        "Set its class attribute steps_in_parts = True if it does, use adamw"
+    )
 
 
 def has_eval_weights(optimizer: torch.optim.Optimizer) -> bool:

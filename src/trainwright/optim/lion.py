@@ -17,8 +17,6 @@ from trainwright.models.layers.settings import keywords_of
 from trainwright.optim.device_step import (
     ListOptimizer,
     in_chunks,
-    masters_of,
-    round_masters,
     unless,
     unscale_gradients,
 )
@@ -29,8 +27,9 @@ class Lion(ListOptimizer):
     """Lion has one state tensor per parameter, AdamW two. Its lr is 3 to 10 times smaller, its decay larger.
 
     It steps lists of tensors at once, never synchronizes with the device, and skips an update with infinite gradients
-    on the device. `master_weights` keeps an fp32 master of every 16-bit weight, and its momentum in fp32. `report`
-    returns `update_norm`, at the cost of one more copy of the weights.
+    on the device. `master_weights` keeps an fp32 master of every 16-bit weight, and its momentum in fp32; `stochastic`
+    rounds bf16 weights stochastically instead. `report` returns `update_norm`, at the cost of one more copy of the
+    weights.
     """
 
     averages = ("momentum",)
@@ -42,7 +41,7 @@ class Lion(ListOptimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
         report: bool = False,
     ) -> None:
         defaults = keywords_of(locals())
@@ -57,7 +56,7 @@ class Lion(ListOptimizer):
             self._step_chunk(parameters[chunk], group)
 
     def _step_chunk(self, parameters: list[Tensor], group: Mapping[str, Any]) -> None:
-        stepped = masters_of(self, parameters) if group["master_weights"] else parameters
+        stepped = self.stepped_weights(parameters, group)
         momentum = self.state_of(parameters, stepped, "momentum")
         gradients, weights = self.gradients_of(parameters, group), self.shards_of(stepped)
         beta1, beta2 = group["betas"]
@@ -72,5 +71,4 @@ class Lion(ListOptimizer):
         else:
             torch._foreach_add_(weights, updates, alpha=-rate)  # one pass, and the same bits: updates are ±1
         torch._foreach_lerp_(momentum, gradients, 1.0 - beta2)
-        if group["master_weights"]:
-            round_masters(self.shards_of(parameters), weights)
+        self.round_weights(parameters, stepped, group)

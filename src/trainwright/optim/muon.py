@@ -24,8 +24,6 @@ from trainwright.optim.adamw import STATE_DTYPES, has_fused_kernel, step_group
 from trainwright.optim.device_step import (
     ListOptimizer,
     in_chunks,
-    masters_of,
-    round_masters,
     unless,
     unscale_gradients,
 )
@@ -64,8 +62,8 @@ class Muon(ListOptimizer):
     `adamw_weight_decay` means the same as Muon's. A group's own lr or weight_decay applies to both of its halves.
     `ns_dtype` is the dtype of the iteration, `bf16`, `fp32` or `fp64`. Matrices of equal shape are one batch; sharded
     matrices are distributed over their ranks.
-    `master_weights` keeps an fp32 master of every 16-bit weight, and all of its state in fp32. `report` returns
-    `update_norm`, at the cost of one more copy of the weights.
+    `master_weights` keeps an fp32 master of every 16-bit weight, and all of its state in fp32; `stochastic` rounds bf16
+    weights stochastically instead. `report` returns `update_norm`, at the cost of one more copy of the weights.
     """
 
     averages = ("momentum_buffer", "exp_avg", "exp_avg_sq")
@@ -90,7 +88,7 @@ class Muon(ListOptimizer):
         adamw_eps: float = 1e-8,
         exclude: str | Sequence[str] = (),
         kinds: Mapping[str, str] | None = None,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
         report: bool = False,
     ) -> None:
         defaults = keywords_of(locals())
@@ -156,7 +154,7 @@ class Muon(ListOptimizer):
 
     def _step_matrices(self, parameters: list[Tensor], group: Mapping[str, Any], turn: int) -> None:
         """Steps matrices whose wide forms have one shape: one batch through Newton–Schulz."""
-        stepped = masters_of(self, parameters) if group["master_weights"] else parameters
+        stepped = self.stepped_weights(parameters, group)
         buffers = self.state_of(parameters, stepped, "momentum_buffer")
         gradients, weights = self.gradients_of(parameters, group), self.shards_of(stepped)
         skip = unscale_gradients(self, gradients, buffers)
@@ -172,8 +170,7 @@ class Muon(ListOptimizer):
                 # Two passes: a single one accepts the rate only as a number, and rounds differently.
                 torch._foreach_mul_([updates[n] for n in some], rate * ratio)
                 torch._foreach_sub_([weights[n] for n in some], [updates[n] for n in some])
-        if group["master_weights"]:
-            round_masters(self.shards_of(parameters), weights)
+        self.round_weights(parameters, stepped, group)
 
     def _orthogonal_updates(
         self,

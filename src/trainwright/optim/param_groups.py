@@ -119,6 +119,9 @@ RANGES: Mapping[str, _Range] = {
 
 _RATES = ("lr", "adamw_lr")
 
+WORDS: Mapping[str, str] = {"master_weights": "stochastic"}
+"""The text that a setting allows besides true and false."""
+
 
 def reject_impossible(**settings: Any) -> None:
     """Rejects settings outside of RANGES by name. A rate of 0 passes, as it does in torch."""
@@ -160,7 +163,7 @@ def _check_values(
         default = defaults.get(name)
         if value is None and default is None:
             continue
-        problem = _form_problem(value, default) if has_strict_forms else None
+        problem = _form_problem(value, default, WORDS.get(name)) if has_strict_forms else None
         if problem is None and name in RANGES and not isinstance(default, str):
             problem = _range_problem(value, _ABOVE_0 if name in _RATES else RANGES[name])
             if problem is not None and name in _RATES and value == 0:
@@ -185,15 +188,15 @@ def _range_problem(value: Any, known: _Range) -> str | None:
     return None if is_valid else f"must be a {form} {known.words}, got {_shown(value)}."
 
 
-def _form_problem(value: Any, default: Any) -> str | None:
+def _form_problem(value: Any, default: Any, word: str | None = None) -> str | None:
     wanted = None
     if isinstance(default, tuple) and default:
         if not (isinstance(value, list | tuple) and len(value) == len(default)):
             wanted = f"a list of {len(default)}"
         elif all(map(is_number, default)) and not all(map(is_number, value)):
             wanted = f"a list of {len(default)} numbers"
-    elif isinstance(default, bool) and not isinstance(value, bool):
-        wanted = "true or false"
+    elif isinstance(default, bool) and not isinstance(value, bool) and (word is None or value != word):
+        wanted = "true or false" if word is None else f"true, false or {word}"
     elif is_number(default) and not is_number(value):
         wanted = "a number"
     elif isinstance(default, str) and not isinstance(value, str):

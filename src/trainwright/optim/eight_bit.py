@@ -1,0 +1,280 @@
+"""AdamW with both moments in 8 bits: how moments become codes, and the step in plain torch.
+
+Each row of dim 0 is divided into blocks of 256 elements, which share an fp32 scale, the largest magnitude:
+
+    first  ≈ scale · sign(code) · (code / 127)²     int8, rounded to nearest
+    second ≈ scale · (code / 255)⁴                  uint8, rounded stochastically
+
+The powers give small elements of a block relatively more codes. The second moment changes by a thousandth in a step,
+far less than the distance of two codes: to nearest it would not change at all. A positive one is never rounded to 0,
+which would make its next update very large.
+
+Blocks do not depend on how dim 0 is sharded, so a checkpoint fits any number of ranks. On a GPU eight_bit_kernel.py
+computes the same in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainwright.backends import waits_for_memory
+from trainwright.backends.private_torch import has_triton
+from trainwright.errors import ConfigError
+from trainwright.optim.rounding import noise_of, positions_in, round_to_bf16, salt_of
+from trainwright.optim.sharded import shard_like
+from trainwright.parallel.mesh import is_split, local, own_gradient
+
+BLOCK = 256
+"""The number of elements of a row that share a scale."""
+MIN_ELEMENTS = 4096
+"""Smaller parameters keep moments in fp32: they need little memory, and biases and gains are sensitive."""
+MIN_ROW = 16
+"""The least number of elements of a row: the scales of shorter ones would need as much memory as they save."""
+CHUNK_ELEMENTS = 2**23
+"""The number of elements that the step in plain torch processes at once."""
+FIRST, SECOND = "exp_avg", "exp_avg_sq"
+SCALES = {FIRST: "exp_avg_scale", SECOND: "exp_avg_sq_scale"}
+CODE_DTYPES = {FIRST: torch.int8, SECOND: torch.uint8}
+TINY = 1e-37
+"""Blocks below this are stored as 0: the reciprocal of their scale would overflow."""
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    """Returns True if the moments of this parameter have 8 bits: by its full shape, on every rank alike."""
+    return parameter.ndim > 1 and parameter.numel() >= MIN_ELEMENTS and parameter.shape[1:].numel() >= MIN_ROW
+
+
+def has_codes(state: Mapping[str, Any]) -> bool:
+    """Returns True if the moments in a parameter's state have 8 bits."""
+    return SCALES[FIRST] in state
+
+
+def zero_codes(parameter: Tensor) -> dict[str, Tensor]:
+    """Returns the codes and scales of moments that are 0, laid out as the parameter."""
+    _check_layout(parameter)
+    shape = (parameter.shape[0], _num_blocks(parameter))
+    own = local(parameter)
+    state = {}
+    for key, dtype in CODE_DTYPES.items():
+        state[key] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format).detach()
+        scales = torch.zeros(own.shape[0], _num_blocks(own), dtype=torch.float32, device=own.device)
+        state[SCALES[key]] = _as_shard(scales, parameter, shape)
+    return state
+
+
+def encode_state(state: dict[str, Any], parameter: Tensor) -> None:
+    """Replaces moments of a parameter that were saved in fp32 or bf16 by codes, in place."""
+    codes = zero_codes(parameter)
+    for key in (FIRST, SECOND):
+        moment = _blocks(_rows(local(shard_like(state[key], parameter)).to(torch.float32)))
+        if moment.numel():
+            found, scales = encode_first(moment) if key == FIRST else encode_second(moment, None)
+            own = local(codes[key])
+            own.copy_(_unblocked(found, own))
+            local(codes[SCALES[key]]).copy_(scales)
+    state.update(codes)
+
+
+def decode_state(state: dict[str, Any]) -> None:
+    """Replaces the codes of a parameter's moments by their values in fp32, in place."""
+    for key, decode in ((FIRST, decode_first), (SECOND, decode_second)):
+        codes, scales = state[key], state.pop(SCALES[key])
+        moment = torch.zeros_like(codes, dtype=torch.float32)
+        own = local(moment)
+        if own.numel():
+            own.copy_(_unblocked(decode(_blocks(_rows(local(codes))), local(scales)), own))
+        state[key] = moment
+
+
+def place_scales(state: dict[str, Any], parameter: Tensor) -> None:
+    """Shards loaded scales, which every rank has in full, along dim 0 as the parameter."""
+    for key in SCALES.values():
+        if key in state:
+            state[key] = shard_like(state[key], parameter)
+
+
+def encode_first(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the codes [rows, blocks, 256] of a first moment and its scales [rows, blocks]."""
+    magnitudes = blocks.abs()
+    scales = magnitudes.amax(-1)
+    roots = magnitudes.mul_(_reciprocal(scales)).sqrt_()
+    codes = roots.mul_(127.0).add_(0.5).floor_().clamp_(max=127.0).copysign_(blocks)
+    return codes.to(torch.int8), scales
+
+
+def decode_first(codes: Tensor, scales: Tensor) -> Tensor:
+    """Returns the first moment of blocks in fp32."""
+    roots = codes.to(torch.float32).mul_(1.0 / 127.0)
+    return roots.mul_(roots.abs()).mul_(scales.unsqueeze(-1))
+
+
+def encode_second(blocks: Tensor, salt: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the codes [rows, blocks, 256] of a second moment and its scales [rows, blocks].
+
+    Rounds to nearest without a salt.
+    """
+    scales = blocks.amax(-1)
+    powers = (blocks * _reciprocal(scales)).mul_(255.0**4)  # in this order: the factors together may overflow
+    lower = powers.sqrt().sqrt_().floor_().clamp_(max=254.0)
+    below = lower.square().square_()
+    distance = (lower + 1.0).square_().square_().sub_(below)
+    chance: Tensor | float = 0.5
+    if salt is not None:
+        noise = noise_of(blocks, salt, positions_in(blocks[:1].flatten()).view(blocks.shape[1:]))
+        chance = noise.to(torch.float32).add_(0.5).mul_(2.0**-16)
+    is_up = powers.sub_(below) > distance.mul_(chance)
+    codes = lower.add_(is_up).clamp_(min=1.0).masked_fill_(blocks == 0.0, 0.0)
+    return codes.to(torch.uint8), scales
+
+
+def decode_second(codes: Tensor, scales: Tensor) -> Tensor:
+    """Returns the second moment of blocks in fp32."""
+    return codes.to(torch.float32).mul_(1.0 / 255.0).square_().square_().mul_(scales.unsqueeze(-1))
+
+
+class StepNumbers(NamedTuple):
+    """The numbers of one step, on the device: those of the optimizer's group, and one row for each parameter."""
+
+    rates: Tensor
+    """[parameters, 4] in fp32: lr / bias correction of the first moment, 1 − lr · weight_decay, 1 / root of the bias
+    correction of the second moment, and the factor on gradients."""
+    salts: Tensor
+    """[parameters] in int32, for stochastic rounding."""
+    found_inf: Tensor | None
+    """Not 0 where the step is to change nothing."""
+    betas: tuple[float, float]
+    eps: float
+
+
+def step_numbers(
+    steps: Sequence[Tensor], group: Mapping[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
+) -> StepNumbers:
+    """Returns the numbers of a step of a group; `steps` are the counters, which include this step."""
+    count = torch.stack(list(steps)).to(torch.float64)
+    beta1, beta2 = group["betas"]
+    lr = group["lr"]
+    # Not `torch.tensor`, which copies a number from the host and waits.
+    rate = lr.to(torch.float64) if isinstance(lr, Tensor) else torch.full_like(count[0], lr)
+    factor = torch.ones_like(count) if grad_scale is None else (1.0 / grad_scale.to(torch.float64)).expand_as(count)
+    columns = (
+        rate / (1.0 - beta1**count),
+        (1.0 - rate * group["weight_decay"]).expand_as(count),
+        (1.0 - beta2**count).rsqrt(),
+        -factor if group["maximize"] else factor,
+    )
+    rates = torch.stack(columns, 1).to(torch.float32)
+    return StepNumbers(rates, salt_of(count), found_inf, (beta1, beta2), group["eps"])
+
+
+def step_quantized(
+    pairs: Sequence[tuple[Any, Any]], states: Sequence[Mapping[str, Any]], numbers: StepNumbers, *, is_stochastic: bool
+) -> None:
+    """Runs one AdamW step of parameters whose state has codes.
+
+    `pairs` are the parameters, each with what is stepped: itself, or its fp32 master, from which it is then rounded.
+    """
+    for row, ((parameter, master), state) in enumerate(zip(pairs, states, strict=True)):
+        own, gradient = local(parameter), own_gradient(parameter)
+        assert gradient is not None  # parameters without one are left out
+        if not own.numel():
+            continue  # a rank beyond the last row
+        stepped = None if master is parameter else local(master)
+        moments = [local(state[key]) for key in (FIRST, SCALES[FIRST], SECOND, SCALES[SECOND])]
+        has_kernel = waits_for_memory(own.device) and has_triton() and own.is_contiguous()
+        if has_kernel and (stepped is None or stepped.is_contiguous()):
+            from trainwright.optim.eight_bit_kernel import step_by_kernel  # needs Triton
+
+            step_by_kernel(own, stepped, gradient, moments, numbers, row, is_stochastic=is_stochastic)
+        else:
+            _step_in_torch(own, stepped, gradient, moments, numbers, row, is_stochastic=is_stochastic)
+
+
+def _step_in_torch(
+    parameter: Tensor,
+    master: Tensor | None,
+    gradient: Tensor,
+    moments: Sequence[Tensor],
+    numbers: StepNumbers,
+    row: int,
+    *,
+    is_stochastic: bool,
+) -> None:
+    step_size, decay, root, factor = numbers.rates[row].unbind()
+    salt, (beta1, beta2) = numbers.salts[row], numbers.betas
+    skip = None if numbers.found_inf is None else numbers.found_inf.reshape(()) != 0
+    num_rows = max(1, CHUNK_ELEMENTS // parameter.shape[1:].numel())
+    for start in range(0, parameter.shape[0], num_rows):
+        some = slice(start, start + num_rows)
+        first_codes, first_scales, second_codes, second_scales = (each[some] for each in moments)
+        blocks = _blocks(_rows(gradient[some].to(torch.float32))) * factor
+        first = decode_first(_blocks(_rows(first_codes)), first_scales).lerp_(blocks, 1.0 - beta1)
+        second = decode_second(_blocks(_rows(second_codes)), second_scales).mul_(beta2)
+        second.addcmul_(blocks, blocks, value=1.0 - beta2)
+        update = first * step_size / (second.sqrt() * root + numbers.eps)
+        stepped = parameter[some] if master is None else master[some]
+        weight = stepped.to(torch.float32) * decay - _unblocked(update, stepped)
+        new = [*encode_first(first), *encode_second(second, salt)]
+        old = [first_codes, first_scales, second_codes, second_scales]
+        pairs = [(old[0], _unblocked(new[0], old[0])), (old[1], new[1])]
+        pairs += [(old[2], _unblocked(new[2], old[2])), (old[3], new[3])]
+        if master is not None:
+            pairs.append((parameter[some], weight.to(parameter.dtype)))
+        elif is_stochastic and parameter.dtype == torch.bfloat16:
+            weight = weight.contiguous()
+            round_to_bf16(weight, salt, positions_in(weight[0].flatten()).view(weight.shape[1:]))
+        pairs.append((stepped, weight.to(stepped.dtype)))
+        for kept, found in pairs:
+            kept.copy_(found if skip is None else torch.where(skip, kept, found))
+
+
+def _num_blocks(parameter: Tensor) -> int:
+    return -(-parameter.shape[1:].numel() // BLOCK)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(tensor.shape[0], -1)
+
+
+def _blocks(rows: Tensor) -> Tensor:
+    """Returns rows [R, N] as [R, blocks, 256], filled up with zeros."""
+    return F.pad(rows, (0, -rows.shape[1] % BLOCK)).view(rows.shape[0], -1, BLOCK)
+
+
+def _unblocked(blocks: Tensor, like: Tensor) -> Tensor:
+    """Reverses `_blocks`: returns the elements in the shape of `like`."""
+    rows = blocks.flatten(1)
+    return rows[:, : like.shape[1:].numel()].reshape(like.shape)
+
+
+def _reciprocal(scales: Tensor) -> Tensor:
+    """Returns 1 / scale for each block, 0 for blocks without a usable one; nan stays nan."""
+    return torch.where(scales < TINY, 0.0, 1.0 / scales).unsqueeze(-1)
+
+
+def _check_layout(parameter: Any) -> None:
+    """Rejects shards that would cut a block."""
+    for placement in parameter.placements if is_split(parameter) else ():
+        dim = getattr(placement, "dim", 0)
+        width = local(parameter).shape[1:].numel()
+        if dim > 1 or (dim == 1 and width % BLOCK):
+            raise ConfigError(
+                f"state: 8bit supports parameters that are sharded along dim 0, or along dim 1 in multiples of {BLOCK} "
+                f"elements. One of shape {tuple(parameter.shape)} is sharded along dim {dim}, {width} elements of each "
+                "row per rank. Use runtime.mesh.fsdp instead of tensor, or remove state."
+            )
+
+
+def _as_shard(own: Tensor, parameter: Any, shape: tuple[int, int]) -> Tensor:
+    """Returns this rank's scales as a DTensor of the full shape where the parameter is one."""
+    if not is_split(parameter):
+        return own
+    from torch.distributed.tensor import DTensor  # slow to import, and a single process does not need it
+
+    return DTensor.from_local(
+        own, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+    )

@@ -1,0 +1,255 @@
+"""Moments in 8 bits, stochastic rounding and steps in backward on a GPU: the kernel, CUDA graphs, resume, memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import yaml
+from tests.gpu.test_master_weights_cuda import step_by_replay, step_with_numbers
+from tests.optim.references import all_equal, drive, make_gradients, make_weights, values
+from tests.optim.replayed_gradients import PROBLEMS, SETTINGS, replayed_error
+from tests.optim.test_eight_bit import ROUNDINGS, TORCHAO_ERRORS
+from tests.optim.test_low_memory_runs import FILE
+
+from trainwright import RunConfig, build_trainer
+from trainwright.optim import eight_bit
+from trainwright.optim.adamw import AdamW
+from trainwright.optim.device_step import prepare_for_capture
+from trainwright.optim.lion import Lion
+from trainwright.optim.muon import Muon
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+DEVICE = torch.device("cuda", 0)
+SHAPES = ((24, 300), (64, 512), (7,), (20, 3, 100), (5, 5000))
+RATES = (3e-3, 1.7e-3, 1e-3 / 3, 0.0, 2e-3, 1e-3)
+every_rounding = pytest.mark.parametrize(("dtype", "master_weights"), ROUNDINGS.values(), ids=ROUNDINGS)
+
+
+def on_device(dtype=torch.float32, shapes=SHAPES):
+    return [torch.nn.Parameter(each.detach().to(DEVICE, dtype)) for each in make_weights(*shapes)]
+
+
+def gradients_for(weights, steps):
+    given = make_gradients([each.detach().float().cpu() for each in weights], steps)
+    return [[each.to(DEVICE, weight.dtype) for each, weight in zip(step, weights, strict=True)] for step in given]
+
+
+def make(weights, **more):
+    return AdamW(weights, lr=0.01, weight_decay=0.1, state="8bit", **more)
+
+
+@every_rounding
+def test_the_kernel_computes_what_plain_torch_does(monkeypatch, dtype, master_weights):
+    weights, others = on_device(dtype), on_device(dtype)
+    gradients = gradients_for(weights, 4)
+    by_kernel, in_torch = (make(each, master_weights=master_weights) for each in (weights, others))
+    for number, step in enumerate(gradients):
+        # Both begin with the same weights and state, so that the differences of one step are seen.
+        with torch.no_grad():
+            for weight, other in zip(weights, others, strict=True):
+                other.copy_(weight)
+        if number:
+            in_torch.load_state_dict(copy.deepcopy(by_kernel.state_dict()))
+        drive(by_kernel, weights, [step])
+        with monkeypatch.context() as patch:
+            patch.setattr(eight_bit, "has_triton", lambda: False)
+            drive(in_torch, others, [step])
+        for weight, other in zip(weights, others, strict=True):
+            if dtype == torch.bfloat16:  # a stochastic rounding may go the other way
+                assert (weight.float() - other.float()).abs().max() <= 2**-7 * other.float().abs().max()
+                assert (weight != other).float().mean() < (0.02 if master_weights != "stochastic" else 0.6)
+                assert (weight.float() - other.float()).mean().abs() < 1e-4
+            else:
+                torch.testing.assert_close(weight, other, rtol=1e-5, atol=1e-6)
+            ours, theirs = by_kernel.state[weight], in_torch.state[other]
+            assert ours.keys() == theirs.keys()
+            for key, value in ours.items():
+                if value.dtype in (torch.int8, torch.uint8):
+                    distance = (value.int() - theirs[key].int()).abs()
+                    assert distance.max() <= 1, key
+                    assert distance.float().mean() < (0.01 if value.dtype == torch.int8 else 0.6), key
+                else:
+                    torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_error_is_not_larger_than_that_of_torchao(problem):
+    class OnDevice(AdamW):
+        """Steps copies of the weights on the GPU, and writes them back."""
+
+        def __init__(self, weights):
+            self.given = weights
+            super().__init__(
+                [torch.nn.Parameter(each.detach().to(DEVICE)) for each in weights], state="8bit", **SETTINGS
+            )
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for given, own in zip(self.given, self.param_groups[0]["params"], strict=True):
+                own.grad = given.grad.to(DEVICE)
+            super().step()
+            for given, own in zip(self.given, self.param_groups[0]["params"], strict=True):
+                given.copy_(own)
+
+    assert replayed_error(problem, OnDevice) < TORCHAO_ERRORS[problem]
+
+
+@every_rounding
+def test_a_skipped_step_changes_no_bit_and_the_scale_divides_gradients(dtype, master_weights):
+    weights = on_device(dtype)
+    optimizer = make(weights, master_weights=master_weights)
+    drive(optimizer, weights, gradients_for(weights, 2))
+    before, state = values(weights), copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.found_inf = torch.ones((), device=DEVICE)
+    drive(optimizer, weights, [[torch.full_like(weight, torch.nan) for weight in weights]])
+    assert all_equal(before, weights)
+    for number, kept in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(kept[key], state[number][key]) for key in kept)
+    optimizer.found_inf = torch.zeros((), device=DEVICE)
+    others = [torch.nn.Parameter(each.detach().clone()) for each in weights]
+    plain = make(others, master_weights=master_weights)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step = gradients_for(weights, 1)[0]
+    optimizer.grad_scale = torch.full((), 4.0, device=DEVICE)
+    drive(optimizer, weights, [[4.0 * each for each in step]])
+    drive(plain, others, [step])
+    assert all_equal(weights, others)
+
+
+def test_nan_is_seen_in_the_weight():
+    for dtype, master_weights in ROUNDINGS.values():
+        weights = on_device(dtype, ((16, 512),))
+        gradients = gradients_for(weights, 1)
+        gradients[0][0][3, 5] = torch.nan
+        drive(make(weights, master_weights=master_weights), weights, gradients)
+        assert weights[0].isnan().sum() == 1
+
+
+STOCHASTIC = {
+    "adamw": lambda weights: AdamW(weights, lr=0.01, master_weights="stochastic"),
+    "adamw, bf16 moments": lambda weights: AdamW(weights, lr=0.01, state_dtype="bf16", master_weights="stochastic"),
+    "lion": lambda weights: Lion(weights, lr=0.01, master_weights="stochastic"),
+    "muon": lambda weights: Muon(weights, lr=0.01, ns_dtype="fp32", master_weights="stochastic"),
+}
+RECORDED = {
+    **{
+        f"8bit, {name}": (dtype, lambda weights, masters=masters: make(weights, master_weights=masters))
+        for name, (dtype, masters) in ROUNDINGS.items()
+    },
+    **{f"stochastic {name}": (torch.bfloat16, make_one) for name, make_one in STOCHASTIC.items()},
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_step_has_the_bits_of_one_that_is_not(name):
+    dtype, make_one = RECORDED[name]
+    found = []
+    for drive_with in (step_with_numbers, step_by_replay):
+        weights = on_device(dtype)
+        optimizer = make_one(weights)
+        assert prepare_for_capture(optimizer, DEVICE)
+        found.append(drive_with(weights, optimizer, gradients_for(weights, len(RATES)), RATES))
+    assert all_equal(*found)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_no_step_waits_for_the_device(name):
+    dtype, make_one = RECORDED[name]
+    weights = on_device(dtype)
+    optimizer = make_one(weights)
+    drive(optimizer, weights, gradients_for(weights, 1))
+    optimizer.found_inf = torch.zeros((), device=DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode(0)
+
+
+def test_a_step_needs_no_memory_in_addition_to_its_state():
+    weight = torch.nn.Parameter(torch.zeros(2**15, 2**13, dtype=torch.bfloat16, device=DEVICE))
+    optimizer = AdamW([weight], state="8bit", master_weights="stochastic")
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = sum(each.numel() * each.element_size() for each in optimizer.state[weight].values())
+    assert state < 2.05 * weight.numel()
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    before = torch.cuda.memory_allocated(DEVICE)
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated(DEVICE) - before < 2**20
+
+
+def config_of(folder, *overrides):
+    folder.mkdir(exist_ok=True)
+    (folder / "parts.py").write_text(FILE)
+    settings = {
+        "name": "run",
+        "output_dir": str(folder),
+        "model": {"type": "llama", "preset": "tiny", "dtype": "bf16"},
+        "data": {"train": {"type": "parts.py:Text"}},
+        "trainer": {
+            "max_steps": 8,
+            "global_batch_size": 8,
+            "optimizer": {"type": "adamw", "lr": 0.01, "state": "8bit", "master_weights": "stochastic"},
+        },
+        "runtime": {"device": "cuda"},
+        "writers": [],
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    return RunConfig.load(folder / "run.yaml", overrides)
+
+
+def run(folder, *overrides):
+    trainer = build_trainer(config_of(folder, *overrides))
+    trainer.train()
+    weights = dict(trainer.model.state_dict())
+    states = trainer.optimizers["main"].state_dict()["state"]
+    return weights | {f"{n}.{key}": value for n, state in states.items() for key, value in state.items()}
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name].cpu(), other[name].cpu()) for name in one)
+
+
+BLOCKS = "model.compile_repeated_blocks=model.layers"
+IN_BACKWARD = "trainer.optimizer_in_backward=true"
+RUNS = [
+    [],
+    ["runtime.mode=graph"],
+    [IN_BACKWARD],
+    [IN_BACKWARD, BLOCKS],
+    [IN_BACKWARD, BLOCKS, "runtime.mode=graph"],
+    [BLOCKS, "runtime.mode=graph", "trainer.max_grad_norm=0.5"],
+]
+
+
+@pytest.mark.parametrize("overrides", RUNS, ids=str)
+def test_a_resumed_run_has_the_same_bits(tmp_path, overrides):
+    whole = run(tmp_path / "whole", "runtime.deterministic=true", *overrides)
+    run(tmp_path / "halves", "runtime.deterministic=true", *overrides, "trainer.max_steps=5")
+    assert_same(whole, run(tmp_path / "halves", "runtime.deterministic=true", *overrides))
+
+
+@pytest.mark.parametrize("blocks", [[], [BLOCKS]], ids=["eager", "blocks"])
+def test_steps_in_backward_have_the_bits_of_steps_after_it(tmp_path, blocks):
+    settings = ["runtime.deterministic=true", *blocks]
+    assert_same(run(tmp_path / "plain", *settings), run(tmp_path / "early", *settings, IN_BACKWARD))
+
+
+def test_steps_in_backward_hold_a_few_gradients_at_a_time(tmp_path):
+    peaks = {}
+    sizes = "model={type: llama, preset: tiny, hidden_size: 2048, num_layers: 12, dtype: bf16}"
+    for name, extra in {"plain": [], "early": [IN_BACKWARD]}.items():
+        trainer = build_trainer(config_of(tmp_path / name, sizes, "trainer.max_steps=4", *extra))
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        trainer.train()
+        peaks[name] = torch.cuda.max_memory_allocated(DEVICE)
+        num_parameters = sum(each.numel() for each in trainer.model.parameters())
+        del trainer
+        torch.cuda.empty_cache()
+    # Gradients of 2 bytes per parameter, of which 256 MiB and those of one layer remain.
+    assert peaks["plain"] - peaks["early"] > 2 * num_parameters - 2**28 - 2**28
