@@ -34,7 +34,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,6 @@ class Bench:
                 begun = time.monotonic()
                 self._run_wave(number, wave, expected, waiting)
                 self.say(f"wave {number} took {time.monotonic() - begun:.0f} s, {expected:.0f} s were expected")
-                self._report.write(self._output)
         finally:
             for worker in [*self._imported.values(), *self._baselines.values()]:
                 kill(worker)
@@ -151,7 +150,7 @@ class Bench:
     def _run_wave(self, number: int, wave: list[Stage], expected: float, waiting: Collection[str]) -> None:
         for stage in wave:
             if stage.case in self._baselines and not stage.keeps_baseline:  # no room for it
-                self._dismiss(self._baselines.pop(stage.case))
+                self._dismiss([self._baselines.pop(stage.case)])
         workers = [self._imported.pop((stage.case, each.name)) for stage in wave for each in stage.contenders]
         workers.sort(key=lambda each: -each.contender.start_seconds)
         matrices = self._start_process(wave[0].case, MATRICES)
@@ -165,8 +164,9 @@ class Bench:
             begun = time.monotonic()
             self._take_turns(number, [matrices, *turns])
             self.say(f"the turns of {stage.case} took {time.monotonic() - begun:.0f} s")
-            self._settle(stage, turns, is_last=stage.case not in waiting)
             self._report.set_rate(stage.case, matrices.found.get("tflops"))
+            self._settle(stage, turns, is_last=stage.case not in waiting)
+        matrices.state = "ended"
         kill(matrices)
 
     def _warm_up(self, workers: list[Worker]) -> None:
@@ -267,24 +267,34 @@ class Bench:
 
     def _settle(self, stage: Stage, workers: list[Worker], *, is_last: bool) -> None:
         """Ends the workers of a stage, except the fastest peer if other contenders of the case follow."""
-        baseline = None if is_last else self._report.baseline(stage.case)
+        fastest = None if is_last else self._report.baseline(stage.case)
+        kept = [each for each in workers if each.contender.name == fastest and each.state == "ready"]
+        self._dismiss([each for each in workers if each not in kept])
+        self._baselines.pop(stage.case, None)
+        if kept:
+            self._baselines[stage.case] = kept[0]
         for worker in workers:
-            if worker.contender.name == baseline and worker.state == "ready":
-                self._baselines[stage.case] = worker
-                continue
-            if self._baselines.get(stage.case) is worker:
-                del self._baselines[stage.case]
-            self._dismiss(worker)
+            self.say(self._report.line(stage.case, worker.contender.name))
+        self._report.write(self._output)
 
-    def _dismiss(self, worker: Worker) -> None:
-        """Ends a worker, which reports its loss first."""
-        worker.tell("end")
+    def _dismiss(self, workers: list[Worker]) -> None:
+        """Ends workers, which report their losses first."""
+        for worker in workers:
+            worker.tell("end")
         limit = time.monotonic() + TURN_LIMIT
-        while worker.state == "ready":
+        while any(each.state == "ready" for each in workers) and time.monotonic() < limit:
             self._receive(timeout=1.0)
-            if time.monotonic() > limit:
-                worker.state = "ended"  # its times are known, its loss at the end is not
-                kill(worker)
+        for worker in workers:
+            worker.state = "ended"  # of one that is late the times are known, but not the loss at the end
+            kill(worker)
+
+
+def leave_out_kernels(case: Case, report: Report) -> Case:
+    """Returns the case without the contenders whose kernels do not run on a CPU."""
+    for each in case.contenders:
+        if each.options.get("liger"):
+            report.note(case.name, each.name, {"ok": False, "error": "Liger-Kernel needs a GPU"})
+    return replace(case, contenders=tuple(each for each in case.contenders if not each.options.get("liger")))
 
 
 def kill(worker: Worker) -> None:
@@ -352,6 +362,8 @@ def main() -> None:
         if options.dry_run:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         report = Report(describe_machine(options.dry_run), command)
+        if options.dry_run:
+            cases = [leave_out_kernels(case, report) for case in cases]
         Bench(options, output, report).run(cases)
     report.write(output)
     print(f"\n{report.targets()}\n\nWritten: {output}/gpu.md")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import logging
 import os
@@ -99,7 +100,7 @@ class Turns:
             message["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
             torch.cuda.empty_cache()
             message["idle_gib"] = torch.cuda.memory_reserved() / 2**30
-        send(self._report, **message)
+        send(self._report, steps=self._done, **message)
         if sys.stdin.readline().strip() != "turn":
             raise EnoughStepsError
         self._left = self._case.steps + SETTLING_STEPS
@@ -138,7 +139,9 @@ class Bench:
         model_class = getattr(transformers, settings.pop("type").partition(":")[2])
         config = model_class.config_class(**settings, use_cache=False)
         with self.device:
-            model = model_class._from_config(config, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+            )
         return draw_weights(model).train()
 
     def loader(self) -> DataLoader[Any]:
@@ -510,9 +513,9 @@ def train(job: dict[str, Any], report: TextIO) -> dict[str, Any]:
 
 def import_frameworks() -> None:
     """Imports what contenders use; one that is not installed is reported by those that need it."""
-    for name in ("transformers", "trainwright"):
+    for name in ("transformers.trainer", "trainwright.build.run", "trainwright.trainers.language_model"):
         with contextlib.suppress(Exception):
-            __import__(name)
+            importlib.import_module(name)
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ class Report:
         baseline = self.baseline(case)
         if not waves or baseline is None:
             return None
-        wave = max(waves) if name != baseline else None
+        wave = next(iter(waves)) if name != baseline else None  # only the baseline stays for several
         return quotient(self.ms(case, baseline, wave) or self.ms(case, baseline), self.ms(case, name))
 
     def memory(self, case: str, name: str) -> float | None:
@@ -128,11 +128,22 @@ class Report:
             return None
         return flops * CASES[case].tokens / ms / 1e9 / statistics.median(rates)
 
+    def line(self, case: str, name: str) -> str:
+        """One line for the terminal."""
+        found, ms = self._found(case, name), self.ms(case, name)
+        if ms is None:
+            return f"{case}: {name}: not measured"
+        parts = [f"{ms:.3f} ms per step", f"{shown(self.speed(case, name))}×"]
+        if "peak_gib" in found:
+            parts += [f"{found['peak_gib']:.1f} GiB ({shown(self.memory(case, name))})"]
+        losses = " → ".join(f"{found[key]:.4f}" for key in ("loss_before", "loss_after") if key in found)
+        return f"{case}: {name}: {', '.join(parts)}, loss {losses}"
+
     def _case_table(self, case: Case) -> str:
         rows = []
         baseline = self.baseline(case.name)
-        for name, found in self.cases[case.name]["contenders"].items():
-            ms = self.ms(case.name, name)
+        for name in [each.name for each in case.contenders]:
+            found, ms = self._found(case.name, name), self.ms(case.name, name)
             if ms is None:
                 continue
             every = [value for values in found["ms"].values() for value in values]
@@ -148,7 +159,7 @@ class Report:
                     shown(found.get("peak_gib"), 1),
                     shown(memory),
                     shown(found.get("start_seconds"), 0),
-                    " → ".join(losses),
+                    " → ".join(losses) + f" ({found['steps']} steps)",
                 ]
             )
         head = ["", "ms per step (range of turns)", "tokens/s", "speed", "share of the matrix rate", "GiB at the peak"]
@@ -166,7 +177,7 @@ class Report:
         """The table of the targets: what was reached, and whether that is enough."""
         rows = [self._target(target) for target in TARGETS]
         verdict, measured = "not measured", ""
-        if self.convergence is not None:
+        if self.convergence is not None and self.convergence["relative_difference"] is not None:
             change = self.convergence["relative_difference"]
             measured = f"{100 * change:+.2f} %"
             verdict = "met" if abs(change) <= CONVERGENCE_LIMIT else "missed"
