@@ -33,7 +33,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +78,8 @@ class Bench:
         self._messages: queue.Queue[tuple[Worker, dict[str, Any]]] = queue.Queue()
         self._imported: dict[tuple[str, str], Worker] = {}
         self._baselines: dict[str, Worker] = {}
+        self._waiting: dict[str, list[Contender]] = {}
+        self._retried: set[tuple[str, str]] = set()
         caches = Path(tempfile.gettempdir()) / "trainwright-gpu-caches"
         self._environment = {
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -93,13 +94,13 @@ class Bench:
 
     def run(self, cases: list[Case]) -> None:
         """Measures the cases, as many as there is time for."""
-        waiting = {case.name: list(case.contenders) for case in cases if case.contenders}
+        self._waiting = {case.name: list(case.contenders) for case in cases if case.contenders}
         budget, number = self._options.memory, 0
         try:
-            while waiting:
+            while self._waiting:
                 kept = {case: (each.gib, each.found.get("reserved_gib", 0.0)) for case, each in self._baselines.items()}
-                wave = next_wave(waiting, kept, budget)
-                waiting = without(waiting, wave)
+                wave = next_wave(self._waiting, kept, budget)
+                self._waiting = without(self._waiting, wave)
                 expected = expected_seconds(wave, budget, self._options.rounds)
                 if self.seconds_left() < 0.6 * expected and not self._options.dry_run:
                     error = f"no time was left: {self.seconds_left():.0f} s of an expected {expected:.0f} s"
@@ -108,11 +109,11 @@ class Bench:
                             self._report.note(stage.case, each.name, {"ok": False, "error": error})
                     continue
                 self._import(wave)
-                if waiting:
-                    self._import(next_wave(waiting, {}, budget))  # they wait for their job, without the device
+                if self._waiting:
+                    self._import(next_wave(self._waiting, {}, budget))  # they wait for their job, without the device
                 number += 1
                 begun = time.monotonic()
-                self._run_wave(number, wave, expected, waiting)
+                self._run_wave(number, wave, expected)
                 self.say(f"wave {number} took {time.monotonic() - begun:.0f} s, {expected:.0f} s were expected")
         finally:
             for worker in [*self._imported.values(), *self._baselines.values()]:
@@ -143,11 +144,12 @@ class Bench:
     def _read(self, worker: Worker) -> None:
         assert worker.process.stdout is not None
         for line in worker.process.stdout:
-            self._messages.put((worker, json.loads(line)))
+            if line.startswith("{"):  # libraries may print while they are imported
+                self._messages.put((worker, json.loads(line)))
         code = worker.process.wait()
         self._messages.put((worker, {"event": "end", "ok": False, "error": f"exit code {code}; see gpu.log"}))
 
-    def _run_wave(self, number: int, wave: list[Stage], expected: float, waiting: Collection[str]) -> None:
+    def _run_wave(self, number: int, wave: list[Stage], expected: float) -> None:
         for stage in wave:
             if stage.case in self._baselines and not stage.keeps_baseline:  # no room for it
                 self._dismiss([self._baselines.pop(stage.case)])
@@ -165,7 +167,7 @@ class Bench:
             self._take_turns(number, [matrices, *turns])
             self.say(f"the turns of {stage.case} took {time.monotonic() - begun:.0f} s")
             self._report.set_rate(stage.case, matrices.found.get("tflops"))
-            self._settle(stage, turns, is_last=stage.case not in waiting)
+            self._settle(stage, turns, is_last=stage.case not in self._waiting)
         matrices.state = "ended"
         kill(matrices)
 
@@ -236,6 +238,17 @@ class Bench:
             self._report.note(worker.case, worker.contender.name, worker.found)
         if not message["ok"]:
             self.say(f"{worker.case}: {worker.contender.name} FAILED: {message['error'][:200]}")
+            if "OutOfMemory" in message["error"]:
+                self._retry(worker)
+
+    def _retry(self, worker: Worker) -> None:
+        """Has a contender start once more in a later wave, with a larger estimate of its memory."""
+        contender, key = worker.contender, (worker.case, worker.contender.name)
+        if key not in self._retried and contender is not MATRICES:
+            self._retried.add(key)
+            factor = min(1.5, self._options.memory / contender.gib)
+            again = replace(contender, gib=factor * contender.gib, idle_gib=factor * contender.idle_gib)
+            self._waiting.setdefault(worker.case, []).append(again)
 
     def _fail(self, worker: Worker, error: str) -> None:
         self._end(worker, {"ok": False, "error": error})
@@ -335,7 +348,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a folder for gpu.json, gpu.md and gpu.log")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only contenders whose names contain one of these")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="contenders whose names contain a text")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="TEXT", help="no contenders whose names contain one")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--memory", type=float, default=134.0, help="GiB of the GPU that contenders may use together")
@@ -353,7 +367,7 @@ def main() -> None:
     if options.merge:
         report = Report.merged(options.merge)
     else:
-        cases = [CASES[name].keeping(options.only) for name in options.cases]
+        cases = [CASES[name].keeping(options.only, options.skip) for name in options.cases]
         if options.repeated_blocks:
             cases = [case.with_repeated_blocks() for case in cases]
         if options.plan:

@@ -11,7 +11,7 @@ from typing import Any
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM, LOG_EVERY = 1e-4, 0.01, 1.0, 50
 NUM_BATCHES = 4  # of different rows: few, so that losses fall within a run and show that all contenders do the same
-SETTLING_STEPS = 1  # of each turn, not measured: they allocate again what was released for the others
+SETTLING_STEPS = 2  # of each turn, not measured: they allocate again what was released for the others
 LORA_RANK = 32
 
 Settings = dict[str, Any]
@@ -64,10 +64,10 @@ class Case:
         """The tokens of a step."""
         return self.batch * self.length
 
-    def keeping(self, texts: list[str] | None) -> Case:
-        """Returns the case with those contenders whose names contain one of the texts; None keeps all of them."""
-        kept = (each for each in self.contenders if texts is None or any(text in each.name for text in texts))
-        return replace(self, contenders=tuple(kept))
+    def keeping(self, only: Sequence[str], skip: Sequence[str]) -> Case:
+        """Returns the case with those contenders whose names contain a text of `only`, if any, and none of `skip`."""
+        kept = [each for each in self.contenders if not only or any(text in each.name for text in only)]
+        return replace(self, contenders=tuple(each for each in kept if not any(text in each.name for text in skip)))
 
     def with_repeated_blocks(self) -> Case:
         """Returns the case with `model.compile_repeated_blocks` for shipped models, which compile faster with it."""
@@ -508,7 +508,8 @@ def next_wave(waiting: Mapping[str, Sequence[Contender]], kept: Kept, budget: fl
 
     One contender computes at a time, so a wave needs what all hold while they wait plus the largest amount that one of
     them needs in addition. The first unfinished case gives as many contenders as fit, peers first; others join it if
-    all of theirs fit. A contender that does not fit next to its case's fastest peer runs without it.
+    all of theirs fit and at least 20 seconds are saved. A contender that does not fit
+    next to its case's fastest peer runs without it.
     """
     idle = sum(need[0] for need in kept.values())
     extra = max((need[1] - need[0] for need in kept.values()), default=0.0)
@@ -522,8 +523,10 @@ def next_wave(waiting: Mapping[str, Sequence[Contender]], kept: Kept, budget: fl
                 new_idle, new_extra = new_idle + contender.idle_gib, wider
             elif contender.is_peer:
                 break  # the fastest peer has to be known before the others
+        joined = [each for stage in wave for each in stage.contenders]
         is_whole = len(chosen) == len(contenders)
-        if chosen and (is_whole or not wave):
+        saved = starts(joined, budget) + starts(chosen, budget) - starts(joined + chosen, budget)
+        if chosen and (not wave or (is_whole and saved > 20)):
             wave.append(Stage(case, tuple(chosen), case in kept))
             idle, extra = new_idle, new_extra
     if not wave:
@@ -560,10 +563,11 @@ def by_start(contenders: Iterable[Contender]) -> list[Contender]:
     return sorted(contenders, key=lambda each: -each.start_seconds)
 
 
-def expected_seconds(wave: list[Stage], budget: float, rounds: int) -> float:
-    """The expected time of a wave: starts as memory allows, then the turns."""
-    waiting = by_start(each for stage in wave for each in stage.contenders)
-    now, held, starting = 0.0, 0.0, []
+def starts(contenders: Iterable[Contender], budget: float) -> float:
+    """The expected seconds until all contenders are ready, each starting when there is memory for it."""
+    waiting = by_start(contenders)
+    now, held = 0.0, 0.0
+    starting: list[tuple[float, Contender]] = []
     while waiting or starting:
         for each in list(waiting):
             if not starting or held + each.gib <= budget:
@@ -573,11 +577,17 @@ def expected_seconds(wave: list[Stage], budget: float, rounds: int) -> float:
         now, ready = min(starting, key=lambda entry: entry[0])
         starting.remove((now, ready))
         held -= ready.gib - ready.idle_gib
+    return now
+
+
+def expected_seconds(wave: list[Stage], budget: float, rounds: int) -> float:
+    """The expected time of a wave: the starts, then the turns."""
+    seconds = starts([each for stage in wave for each in stage.contenders], budget)
     for stage in wave:
         case = CASES[stage.case]
         turns = rounds * (len(stage.contenders) + stage.keeps_baseline)
-        now += turns * (case.steps + SETTLING_STEPS) * case.ms / 1e3
-    return now
+        seconds += turns * (case.steps + SETTLING_STEPS) * case.ms / 1e3
+    return seconds
 
 
 TINY_SHIPPED = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 64, "max_positions": 32}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -81,6 +82,31 @@ def test_one_that_does_not_fit_next_to_the_fastest_peer_runs_without_it(cases):
     case = cases.replace(cases.CASES["tinyllama"], contenders=contenders)
     _, second = cases.plan_waves([case], 100.0)
     assert second == [cases.Stage("tinyllama", (contenders[1],), keeps_baseline=False)]
+
+
+def test_a_case_joins_another_only_if_that_saves_time(cases):
+    def make(name, gib):
+        contenders = (cases.peer("a", gib, 1, 60), cases.ours("b", "shipped", {}, gib, 60, idle_gib=1))
+        return cases.replace(cases.CASES[name], contenders=contenders)
+
+    together = cases.plan_waves([make("toy", 20), make("gpt2", 20)], 100.0)
+    assert [[stage.case for stage in wave] for wave in together] == [["toy", "gpt2"]]
+    assert cases.starts([each for stage in together[0] for each in stage.contenders], 100.0) == 60
+    apart = cases.plan_waves([make("toy", 45), make("gpt2", 60)], 100.0)
+    assert [[stage.case for stage in wave] for wave in apart] == [["toy"], ["gpt2"]]
+
+
+def test_a_contender_without_memory_starts_once_more(cases, make_report, tmp_path):
+    import gpu
+
+    bench = gpu.Bench(argparse.Namespace(memory=100.0, minutes=1.0), tmp_path, make_report())
+    contender = cases.ours("a", "shipped", {}, 40, 10)
+    for _ in range(2):
+        process = subprocess.Popen(["true"], process_group=0)
+        error = {"ok": False, "error": "OutOfMemoryError: CUDA out of memory."}
+        bench._end(gpu.Worker("toy", contender, process), error)
+    (again,) = bench._waiting["toy"]
+    assert (again.name, again.gib, again.idle_gib) == ("a", 60, 58.5)
 
 
 def test_flops_count_weights_and_causal_attention(cases):
