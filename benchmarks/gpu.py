@@ -221,7 +221,7 @@ class Bench:
             worker.gib = message["idle_gib"] + CONTEXT_GIB
         if event == "ready":
             worker.state = "ready"
-            worker.found |= {"ok": True, **message}
+            worker.found |= {"ok": True, "options": worker.contender.options, **message}
             if worker.contender is not MATRICES:
                 memory = f", {message['peak_gib']:.1f} GiB at the peak" if "peak_gib" in message else ""
                 self.say(f"{worker.case}: {worker.contender.name} is ready{memory}")
@@ -232,6 +232,7 @@ class Bench:
     def _end(self, worker: Worker, message: dict[str, Any]) -> None:
         """Keeps the last message of a worker, ends its processes and reports it."""
         worker.found = {**worker.found, **message} if message["ok"] else message
+        worker.found["options"] = worker.contender.options
         worker.state, worker.gib = "ended", 0.0
         kill(worker)
         if worker.contender is not MATRICES:
@@ -355,7 +356,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=134.0, help="GiB of the GPU that contenders may use together")
     parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat's repository")
     parser.add_argument(
-        "--repeated-blocks", action="store_true", help="set model.compile_repeated_blocks for shipped models"
+        "--repeated-blocks", action="store_true", help="set model.compile_repeated_blocks in mode compile"
     )
     parser.add_argument("--plan", action="store_true", help="print the waves and their expected time, and exit")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="write one report of several results")

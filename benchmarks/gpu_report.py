@@ -133,7 +133,8 @@ class Report:
         found, ms = self._found(case, name), self.ms(case, name)
         if ms is None:
             return f"{case}: {name}: not measured"
-        parts = [f"{ms:.3f} ms per step", f"{shown(self.speed(case, name))}×"]
+        speed = self.speed(case, name)
+        parts = [f"{ms:.3f} ms per step", *([] if speed is None else [f"{speed:.2f}×"])]
         if "peak_gib" in found:
             parts += [f"{found['peak_gib']:.1f} GiB ({shown(self.memory(case, name))})"]
         losses = " → ".join(f"{found[key]:.4f}" for key in ("loss_before", "loss_after") if key in found)
@@ -167,10 +168,10 @@ class Report:
 
     def _settings(self, case: Case) -> str:
         lines = []
-        for each in case.contenders:
-            if each.framework == "trainwright" and each.name in self.cases[case.name]["contenders"]:
-                model = case.shipped if each.options["kind"] == "shipped" else case.transformers
-                lines.append(f"- {each.name}: `{model['type']}`, `{json.dumps(each.options['settings'])}`")
+        for name, found in self.cases[case.name]["contenders"].items():
+            if "kind" in (options := found.get("options", {})):
+                model = case.shipped if options["kind"] == "shipped" else case.transformers
+                lines.append(f"- {name}: `{model['type']}`, `{json.dumps(options['settings'])}`")
         return "\n".join(lines)
 
     def targets(self) -> str:
