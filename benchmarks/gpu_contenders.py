@@ -1,13 +1,16 @@
-"""Trains one case with one contender and says how fast it was: a process of its own, started by gpu.py.
+"""Trains one case with one contender: a process started by gpu.py, which tells it when to compute.
 
-The imports come first and take seconds, so gpu.py starts the process ahead; it then waits for its job on the standard
-input, a line of JSON, and writes what it found to the file that the job names. Whatever goes wrong is written too.
+The imports take seconds, so gpu.py starts the process ahead. It reads its job from standard input, a line of JSON,
+builds the model, trains until it is warm and reports that on standard output. Then it blocks at the end of a step until
+it reads `turn`, trains the steps of one turn, reports their time, and blocks again; at `end` it leaves. While it waits
+the device has finished its work, and unused memory has been released. What frameworks print goes to standard error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import logging
 import os
@@ -16,30 +19,40 @@ import tempfile
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from gpu_cases import CASES, LEARNING_RATE, LOG_EVERY, MAX_GRAD_NORM, NUM_BATCHES, WEIGHT_DECAY, Case, shrink
+from gpu_cases import (
+    CASES,
+    LEARNING_RATE,
+    LOG_EVERY,
+    LORA_RANK,
+    MATRICES,
+    MAX_GRAD_NORM,
+    NUM_BATCHES,
+    SETTLING_STEPS,
+    WEIGHT_DECAY,
+    Case,
+    shrink,
+)
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
-WORKERS = 2  # of the peers' and the raw loop's DataLoader, so that collating and copying are off their way
+WORKERS = 2  # of the peers' DataLoader
+MANY_STEPS = 1_000_000  # no contender comes to its last step: gpu.py ends it
 
 
 class Rows(Dataset):
     """Rows of random tokens, repeated so often that no contender meets the end of an epoch."""
 
-    draws_nothing = True  # as a careful user of trainwright says
-
-    def __init__(self, case: Case, num_steps: int) -> None:
+    def __init__(self, case: Case, vocab_size: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        shape = (NUM_BATCHES * case.batch, case.length)
-        self.tokens = torch.randint(0, case.sizes["vocab_size"], shape, generator=generator)
-        self._length = (num_steps + 100) * case.batch
+        self.tokens = torch.randint(0, vocab_size, (NUM_BATCHES * case.batch, case.length), generator=generator)
+        self._length = 2 * MANY_STEPS * case.batch
 
     def __len__(self) -> int:
         return self._length
@@ -49,92 +62,90 @@ class Rows(Dataset):
         return {"input_ids": row, "labels": row}
 
 
-class Clock:
-    """Notes when rounds of steps end, each with the device's work done; the trainer calls `step_done`."""
+class EnoughStepsError(Exception):
+    """Ends a run from within a step's callback, before its last step and its final checkpoint."""
 
-    def __init__(self, case: Case, device: torch.device, rounds: int, *, only_start: bool) -> None:
-        self._case, self._device = case, device
-        self.total = 10 if only_start else case.warmup + rounds * case.steps
+
+class Turns:
+    """Counts the steps and blocks between turns; every contender calls `step_done` at the end of a step."""
+
+    def __init__(self, case: Case, device: torch.device, report: TextIO) -> None:
+        self._case, self._device, self._report = case, device, report
         self._done = 0
-        self._marks: list[float] = []
+        self._left = 0
+        self._start = 0.0
         self._begun = time.perf_counter()
-        self.seconds_to_step_10 = float("nan")
 
-    def step_done(self) -> bool:
-        """Counts a step; says whether it was the last."""
+    def step_done(self) -> None:
+        """Counts a step. Raises EnoughStepsError at the end."""
         self._done += 1
-        if self._done == 10:
+        if self._done < self._case.warmup:
+            return
+        if self._done == self._case.warmup:
             synchronize(self._device)
-            self.seconds_to_step_10 = time.perf_counter() - self._begun
-        since = self._done - self._case.warmup
-        if since >= 0 and since % self._case.steps == 0:
+            self._wait(event="ready", start_seconds=time.perf_counter() - self._begun)
+            return
+        self._left -= 1
+        if self._left == self._case.steps:  # the turn's first steps are not measured
             synchronize(self._device)
-            self._marks.append(time.perf_counter())
-        return self._done >= self.total
+            self._start = time.perf_counter()
+        elif self._left == 0:
+            synchronize(self._device)
+            self._wait(event="turn", ms=(time.perf_counter() - self._start) / self._case.steps * 1e3)
+
+    def _wait(self, **message: Any) -> None:
+        """Reports, releases unused memory and blocks until gpu.py says what to do."""
+        if self._device.type == "cuda":
+            message["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            message["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            torch.cuda.empty_cache()
+            message["idle_gib"] = torch.cuda.memory_reserved() / 2**30
+        send(self._report, steps=self._done, **message)
+        if sys.stdin.readline().strip() != "turn":
+            raise EnoughStepsError
+        self._left = self._case.steps + SETTLING_STEPS
 
     @contextlib.contextmanager
-    def stopped(self) -> Any:
-        """Leaves what happens inside out of the time to step 10."""
+    def paused(self) -> Any:
+        """Leaves what happens inside out of the time to start."""
         start = time.perf_counter()
         yield
         self._begun += time.perf_counter() - start
 
-    def milliseconds(self) -> list[float]:
-        """Returns the milliseconds a step of each round."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        return [(end - start) / self._case.steps * 1e3 for start, end in pairs]
+
+def send(report: TextIO, **message: Any) -> None:
+    print(json.dumps(message), file=report, flush=True)
 
 
 class Bench:
-    """What every contender gets: the case, the data, the models with equal weights, the clock."""
+    """What every contender gets: the case, the data, models with equal weights, the turns."""
 
-    def __init__(self, job: dict[str, Any]) -> None:
+    def __init__(self, job: dict[str, Any], report: TextIO) -> None:
         self.is_dry = bool(job["dry_run"])
         case = CASES[job["case"]]
         self.case = shrink(case) if self.is_dry else case
         self.device = torch.device("cpu" if self.is_dry else "cuda")
         self.backend = "aot_eager" if self.is_dry else "inductor"
-        self.clock = Clock(self.case, self.device, job["rounds"], only_start=bool(job["options"].get("only_start")))
-        self.rows = Rows(self.case, self.clock.total)
+        self.turns = Turns(self.case, self.device, report)
+        self.nanochat = job["nanochat"]
+        self.rows = Rows(self.case, self.case.transformers.get("vocab_size", 64))
         self.losses: dict[str, float] = {}
 
-    def our_model(self) -> torch.nn.Module:
-        """Returns our model on the device; the weights are the same in every process."""
-        from trainwright.models.gpt2 import GPT2
-        from trainwright.models.llama import Llama
+    def their_model(self, dtype: str) -> torch.nn.Module:
+        """Returns transformers' model with the case's weights, built on the device."""
+        import transformers
 
+        settings = dict(self.case.transformers)
+        model_class = getattr(transformers, settings.pop("type").partition(":")[2])
+        config = model_class.config_class(**settings, use_cache=False)
         with self.device:
-            model = {"llama": Llama, "gpt2": GPT2}[self.case.model](**self.case.sizes)
-        return self.draw_weights(model).train()
-
-    def draw_weights(self, model: torch.nn.Module) -> torch.nn.Module:
-        torch.manual_seed(0)
-        model.reset_parameters()
-        return model
-
-    def their_model(self) -> torch.nn.Module:
-        """Returns transformers' model with our weights, in fp32 and with its fastest attention."""
-        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-        ours = self.our_model()
-        make, config = {"llama": (LlamaForCausalLM, LlamaConfig), "gpt2": (GPT2LMHeadModel, GPT2Config)}[
-            self.case.model
-        ]
-        with self.device:
-            theirs = make(config(**ours.to_hugging_face(), use_cache=False, attn_implementation="sdpa"))
-        weights = ours.state_dict()
-        if self.case.model == "gpt2":
-            is_matrix = {f"{part}.weight" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
-            weights = {
-                name: value.T if name.split(".", 3)[-1] in is_matrix else value for name, value in weights.items()
-            }
-        missing, unexpected = theirs.load_state_dict(weights, strict=False)
-        if unexpected or [name for name in missing if name != "lm_head.weight"]:
-            raise RuntimeError(f"the weights do not fit: missing {missing}, unexpected {unexpected}")
-        return theirs.float().train()
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+            )
+        return draw_weights(model).train()
 
     def loader(self) -> DataLoader[Any]:
-        """Returns torch's loader as a careful user sets it, but in order, so that losses can be compared."""
+        """Returns torch's loader in order, so that losses can be compared."""
         return DataLoader(
             self.rows,
             batch_size=self.case.batch,
@@ -144,16 +155,14 @@ class Bench:
             pin_memory=self.device.type == "cuda",
         )
 
-    def compile(self, model: torch.nn.Module) -> torch.nn.Module:
-        return torch.compile(model, backend=self.backend)
-
-    def note_loss(self, when: str, model: torch.nn.Module) -> None:
+    def note_loss(self, when: str, model: torch.nn.Module, call: Callable[..., Any] | None = None) -> None:
         """Keeps the loss on the first batch: contenders that do the same work agree, before and after."""
         tokens = self.rows.tokens[: self.case.batch].to(self.device)
-        with self.clock.stopped(), torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with self.turns.paused(), torch.no_grad(), torch.autocast(self.device.type, dtype=torch.bfloat16):
             try:
-                self.losses[when] = float(model(input_ids=tokens, labels=tokens)["loss"])
-            except Exception:  # to gpu.log: the speed is to be known all the same
+                outputs = model(input_ids=tokens, labels=tokens) if call is None else call(tokens, tokens)
+                self.losses[when] = float(outputs["loss"] if call is None else outputs)
+            except Exception:  # to the log: the speed is worth knowing all the same
                 traceback.print_exc()
         if when == "before" and self.device.type == "cuda":
             gc.collect()
@@ -161,47 +170,52 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
 
 
+@torch.no_grad()
+def draw_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """Draws every matrix from a generator seeded with its name, so that equal names have equal weights anywhere.
+
+    Vectors (norms, biases) and adapters keep what the model gave them. GPT-2's matrices are transposed in transformers.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    for name, parameter in model.named_parameters():  # a tied head is listed once, as the embedding
+        if parameter.dim() != 2 or "lora_" in name:
+            continue
+        is_transposed = isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)
+        generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
+        shape = parameter.shape[::-1] if is_transposed else parameter.shape
+        values = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        values.normal_(0.0, 0.02, generator=generator)
+        parameter.copy_(values.T if is_transposed else values)
+    return model
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
-
-
-def run_raw(bench: Bench, *, compiled: bool, model: str = "theirs") -> torch.nn.Module:
-    """The loop that a careful researcher writes by hand."""
-    device, clock = bench.device, bench.clock
-    plain = bench.our_model() if model == "ours" else bench.their_model()
-    bench.note_loss("before", plain)
-    forward = bench.compile(plain) if compiled else plain
-    optimizer = make_optimizer(plain)
-    window: list[torch.Tensor] = []
-    lines: list[float] = []
-    for batch in bench.loader():
-        on_device = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = forward(**on_device)["loss"]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), MAX_GRAD_NORM, foreach=True)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        window.append(loss.detach())
-        if len(window) == LOG_EVERY:
-            lines.append(torch.stack(window).mean().item())
-            window = []
-        if clock.step_done():
-            break
-    return plain
-
-
-def run_huggingface(bench: Bench, *, compiled: bool) -> torch.nn.Module:
+def run_huggingface(
+    bench: Bench,
+    *,
+    compiled: bool,
+    liger: bool = False,
+    checkpointing: bool = False,
+    adapters: bool = False,
+    optim: str = "adamw_torch_fused",
+    dtype: str = "fp32",
+) -> torch.nn.Module:
+    """Hugging Face Trainer with settings from its documentation."""
     from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
     from transformers.utils import logging as hf_logging
 
     hf_logging.set_verbosity_error()
-    model = bench.their_model()
+    model = bench.their_model(dtype)
+    if adapters:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, config)
     bench.note_loss("before", model)
 
     class InOrder(Trainer):
@@ -210,41 +224,39 @@ def run_huggingface(bench: Bench, *, compiled: bool) -> torch.nn.Module:
 
     class StepDone(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            bench.clock.step_done()
+            bench.turns.step_done()
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(EnoughStepsError):
         arguments = TrainingArguments(
             output_dir=folder,
-            max_steps=bench.clock.total,
+            max_steps=MANY_STEPS,
             per_device_train_batch_size=bench.case.batch,
             learning_rate=LEARNING_RATE,
             weight_decay=WEIGHT_DECAY,
             lr_scheduler_type="constant",
-            optim="adamw_torch_fused",
+            optim=optim,
             max_grad_norm=MAX_GRAD_NORM,
             bf16=True,
             torch_compile=compiled,
             torch_compile_backend=bench.backend if compiled else None,
+            use_liger_kernel=liger,
+            gradient_checkpointing=checkpointing,
             logging_steps=LOG_EVERY,
-            logging_nan_inf_filter=False,  # else the host waits for the loss in every step
             report_to=[],
             save_strategy="no",
             disable_tqdm=True,
-            remove_unused_columns=False,
             use_cpu=bench.is_dry,
             dataloader_num_workers=WORKERS,
             dataloader_pin_memory=not bench.is_dry,
             dataloader_drop_last=True,
         )
-        callbacks = [StepDone()]
-        trainer = InOrder(
-            model, arguments, data_collator=default_data_collator, train_dataset=bench.rows, callbacks=callbacks
-        )
-        trainer.train()
+        InOrder(
+            model, arguments, data_collator=default_data_collator, train_dataset=bench.rows, callbacks=[StepDone()]
+        ).train()
     return model
 
 
-def run_lightning(bench: Bench, *, compiled: bool) -> torch.nn.Module:
+def run_lightning(bench: Bench) -> torch.nn.Module:
     try:
         import pytorch_lightning as lightning
     except ImportError:
@@ -252,13 +264,13 @@ def run_lightning(bench: Bench, *, compiled: bool) -> torch.nn.Module:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    model = bench.their_model()
+    model = bench.their_model("fp32")
     bench.note_loss("before", model)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = bench.compile(model) if compiled else model
+            self.net = torch.compile(model, backend=bench.backend)
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             loss = self.net(**batch)["loss"]
@@ -266,7 +278,7 @@ def run_lightning(bench: Bench, *, compiled: bool) -> torch.nn.Module:
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make_optimizer(model)
+            return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
         def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
             # Lightning's own rejects fused optimizers in mixed precision.
@@ -274,14 +286,14 @@ def run_lightning(bench: Bench, *, compiled: bool) -> torch.nn.Module:
 
     class StepDone(lightning.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            bench.clock.step_done()
+            bench.turns.step_done()
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(EnoughStepsError):
         trainer = lightning.Trainer(
             accelerator="cpu" if bench.is_dry else "gpu",
             devices=1,
             precision="bf16-mixed",
-            max_steps=bench.clock.total,
+            max_steps=MANY_STEPS,
             logger=lightning.loggers.CSVLogger(folder),
             log_every_n_steps=LOG_EVERY,
             enable_checkpointing=False,
@@ -294,34 +306,20 @@ def run_lightning(bench: Bench, *, compiled: bool) -> torch.nn.Module:
     return model.to(bench.device)  # Lightning takes it off the device at the end
 
 
-class _EnoughStepsError(Exception):
-    """Ends our run before its last step, whose checkpoint nobody needs."""
-
-
-def run_trainwright(
-    bench: Bench,
-    *,
-    mode: str,
-    compile_repeated_blocks: bool = False,
-    masters: bool = False,
-    budget: float | None = None,
-    is_cold: bool = False,
-) -> torch.nn.Module:
-    """Ours with every default hook."""
-    from trainwright import Hook, RunConfig, build_trainer
+def run_trainwright(bench: Bench, *, kind: str, settings: dict[str, Any]) -> torch.nn.Module:
+    """Ours, from a config, with every default hook."""
+    from trainwright import Hook
     from trainwright.trainers.language_model import LanguageModelTrainer
 
     class StepDone(Hook):
         def after_step(self) -> None:
-            if bench.clock.step_done():
-                raise _EnoughStepsError
+            bench.turns.step_done()
 
     class Ours(LanguageModelTrainer):
         @classmethod
         def build_model(cls, build: Any) -> torch.nn.Module:
             with bench.device:
-                model = bench.draw_weights(build.model())
-            return model.bfloat16() if masters else model
+                return draw_weights(build.model())
 
         @classmethod
         def build_train_data(cls, build: Any) -> Any:
@@ -331,123 +329,215 @@ def run_trainwright(
         def build_hooks(cls, build: Any) -> list[Any]:
             return [*build.hooks(), StepDone()]
 
-    runtime = {"device": bench.device.type, "precision": "bf16", "mode": mode}
-    if mode != "eager":
-        runtime |= {"compile_backend": bench.backend, "compile_memory_budget": budget}
-    with tempfile.TemporaryDirectory() as folder:
+    model = bench.case.shipped if kind == "shipped" else bench.case.transformers
+    optimizer = {"type": "adamw", "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+    return train_ours(bench, Ours, merge({"model": model, "trainer": {"optimizer": optimizer}}, settings))
+
+
+def train_ours(bench: Bench, trainer_class: Any, settings: dict[str, Any]) -> torch.nn.Module:
+    from trainwright import RunConfig, build_trainer
+
+    common = {
+        "name": "benchmark",
+        "trainer": {
+            "max_steps": MANY_STEPS,
+            "global_batch_size": bench.case.batch,
+            "micro_batch_size": bench.case.batch,
+            "schedule": {"type": "constant"},
+            "max_grad_norm": MAX_GRAD_NORM,
+        },
+        "data": {"shuffle": False},  # so that losses can be compared
+        "checkpoint": {"every_steps": None},
+        "runtime": {"device": bench.device.type},
+        "writers": ["json"],
+        "log": {"every_steps": LOG_EVERY},
+    }
+    settings = merge(common, settings)
+    if bench.is_dry and settings["runtime"]["mode"] != "eager":
+        settings = merge(settings, {"runtime": {"compile_backend": bench.backend}})
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"  # the key that signs run folders
-        settings = _settings(bench, folder, runtime, compile_repeated_blocks=compile_repeated_blocks, masters=masters)
-        trainer = build_trainer(RunConfig.from_dict(settings), Ours)
-        if not is_cold:  # a forward more could fill the compiler's caches
+        trainer = build_trainer(RunConfig.from_dict({**settings, "output_dir": folder}), trainer_class)
+        if bench.case.transformers:
             bench.note_loss("before", trainer.model)
-        with contextlib.suppress(_EnoughStepsError):
+        with contextlib.suppress(EnoughStepsError):
             trainer.train()
         return trainer.model
 
 
-def _settings(
-    bench: Bench, folder: str, runtime: dict[str, Any], *, compile_repeated_blocks: bool, masters: bool
-) -> dict[str, Any]:
-    """The settings of a run of ours."""
-    case = bench.case
-    optimizer = {"type": "adamw", "lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
-    return {
-        "name": "benchmark",
-        "output_dir": folder,
-        "trainer": {
-            "max_steps": bench.clock.total + 1,
-            "global_batch_size": case.batch,
-            "micro_batch_size": case.batch,
-            "max_grad_norm": MAX_GRAD_NORM,
-            "optimizer": {**optimizer, "master_weights": True} if masters else optimizer,
-            "schedule": {"type": "constant"},
-        },
-        "model": {
-            "type": case.model,
-            **case.sizes,
-            **({"compile_repeated_blocks": case.blocks} if compile_repeated_blocks else {}),
-        },
-        "data": {"shuffle": False},  # the order of the others
-        "checkpoint": {"every_steps": None},
-        "runtime": runtime,
-        "writers": ["json"],
-        "log": {"every_steps": LOG_EVERY},
-    }
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Returns nested settings with those of `above` in place of or next to those of `below`."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = below.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
-def measure_matrices(bench: Bench) -> dict[str, Any]:
-    """The rate of large bf16 matrix products, which is what a share of the device is measured against."""
-    size, repeats = (64, 3) if bench.is_dry else (8192, 20)
-    left, right = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
-    rates = []
-    for number in range(12):
-        synchronize(bench.device)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            left @ right
-        synchronize(bench.device)
-        if number >= 2:
-            rates.append(2 * size**3 * repeats / (time.perf_counter() - start) / 1e12)
-    return {"tflops": sorted(rates)[len(rates) // 2]}
+def nanochat_model(bench: Bench) -> Any:
+    """Returns nanochat's GPT of depth 12, initialized, on the device."""
+    if bench.nanochat is None:
+        raise RuntimeError("nanochat is not installed as a package: give the folder of its repository with --nanochat.")
+    sys.path.insert(0, bench.nanochat)
+    from nanochat.gpt import GPT, GPTConfig
+
+    depth = 2 if bench.is_dry else 12
+    config = GPTConfig(sequence_len=bench.case.length, n_layer=depth, window_pattern="L")
+    if bench.is_dry:
+        config = GPTConfig(
+            sequence_len=bench.case.length,
+            vocab_size=64,
+            n_layer=2,
+            n_head=2,
+            n_kv_head=2,
+            n_embd=32,
+            window_pattern="L",
+        )
+    bench.rows = NextTokens(bench.case, config.vocab_size)
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device=bench.device)
+    torch.manual_seed(0)
+    model.init_weights()
+    return model
+
+
+class NextTokens(Rows):
+    """Rows with the fields of nanochat's model; the targets are the next tokens."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.tokens[index % len(self.tokens)]
+        return {"idx": row, "targets": row.roll(-1)}
+
+
+def run_nanochat(bench: Bench) -> torch.nn.Module:
+    """The loop of nanochat's pre-training script: a compiled model, MuonAdamW, no clipping, a loss read per step."""
+    model = nanochat_model(bench)
+    optimizer = model.setup_optimizer()
+    bench.note_loss("before", model, model)
+    forward = torch.compile(model, dynamic=False, backend=bench.backend)
+    batches = (
+        {name: value.to(bench.device, non_blocking=True) for name, value in batch.items()} for batch in bench.loader()
+    )
+    batch = next(batches)
+    with contextlib.suppress(EnoughStepsError):
+        while True:
+            loss = forward(**batch)
+            loss.backward()
+            batch = next(batches)  # while the device computes
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
+            loss.item()
+            bench.turns.step_done()
+    bench.note_loss("after", model, model)
+    return model
+
+
+def run_nanochat_ours(bench: Bench, *, mode: str) -> torch.nn.Module:
+    """nanochat's model and optimizer in our loop."""
+    from trainwright import Hook, Trainer
+
+    class StepDone(Hook):
+        def after_step(self) -> None:
+            bench.turns.step_done()
+
+    class Ours(Trainer):
+        @classmethod
+        def build_model(cls, build: Any) -> torch.nn.Module:
+            model = nanochat_model(bench)
+            bench.note_loss("before", model, model)
+            return model
+
+        @classmethod
+        def build_optimizers(cls, build: Any, model: Any) -> Any:
+            return model.setup_optimizer()
+
+        @classmethod
+        def build_train_data(cls, build: Any) -> Any:
+            return bench.rows
+
+        @classmethod
+        def build_hooks(cls, build: Any) -> list[Any]:
+            return [*build.hooks(), StepDone()]
+
+        def forward(self, **batch: torch.Tensor) -> Any:
+            return self.model(**batch)
+
+    # nanochat's layers cast to bf16 themselves, and its loop does not clip.
+    runtime = {"mode": mode, "precision": "fp32"}
+    model = train_ours(bench, Ours, {"trainer": {"max_grad_norm": None, "schedule": None}, "runtime": runtime})
+    bench.note_loss("after", model, model)
+    return model
+
+
+def measure_matrices(is_dry: bool, report: TextIO) -> None:
+    """Reports, at each turn, the rate of large bf16 matrix products."""
+    device = torch.device("cpu" if is_dry else "cuda")
+    size, repeats = (64, 3) if is_dry else (8192, 20)
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    send(report, event="ready")
+    while sys.stdin.readline().strip() == "turn":
+        for number in range(3):  # two of them to warm up
+            synchronize(device)
+            start = time.perf_counter()
+            for _ in range(repeats):
+                left @ right
+            synchronize(device)
+            seconds = time.perf_counter() - start
+            if number == 2:
+                send(report, event="turn", tflops=2 * size**3 * repeats / seconds / 1e12)
 
 
 FRAMEWORKS: dict[str, Callable[..., torch.nn.Module]] = {
-    "raw": run_raw,
     "huggingface": run_huggingface,
     "lightning": run_lightning,
     "trainwright": run_trainwright,
+    "nanochat": run_nanochat,
+    "nanochat_ours": run_nanochat_ours,
 }
 
 
-def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs the job and returns what is known of it."""
-    bench = Bench(job)
-    if job["framework"] == "matrices":
-        return measure_matrices(bench)
-    options = {name: value for name, value in job["options"].items() if name != "only_start"}
+def train(job: dict[str, Any], report: TextIO) -> dict[str, Any]:
+    """Runs the job until gpu.py ends it; returns the losses."""
+    if job["framework"] == MATRICES.framework:
+        measure_matrices(job["dry_run"], report)
+        return {}
+    bench = Bench(job, report)
     if bench.device.type == "cuda":
         torch.cuda.init()
-        torch.cuda.reset_peak_memory_stats()
-    model = FRAMEWORKS[job["framework"]](bench, **options)
-    found: dict[str, Any] = {"seconds_to_step_10": bench.clock.seconds_to_step_10, "steps": bench.clock.total}
-    if bench.clock.milliseconds():
-        found["ms"] = bench.clock.milliseconds()
-    if bench.device.type == "cuda":
-        # Of the whole run: what a captured graph keeps for itself counts as allocated only while it is captured.
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-    if not job["options"].get("only_start"):
+    model = FRAMEWORKS[job["framework"]](bench, **job["options"])
+    if "after" not in bench.losses:
         bench.note_loss("after", model)
-    return found | {f"loss_{when}": loss for when, loss in bench.losses.items()}
+    return {f"loss_{when}": loss for when, loss in bench.losses.items()}
 
 
 def import_frameworks() -> None:
-    """Imports what contenders use; one that is not installed is told of by those that need it."""
-    for name in ("transformers", "pytorch_lightning", "trainwright"):
+    """Imports what contenders use; one that is not installed is reported by those that need it."""
+    for name in ("transformers.trainer", "trainwright.build.run", "trainwright.trainers.language_model"):
         with contextlib.suppress(Exception):
-            __import__(name)
+            importlib.import_module(name)
 
 
 def main() -> None:
+    report = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what frameworks print goes to the log
     warnings.filterwarnings("ignore")
     import_frameworks()
     line = sys.stdin.readline()
     if not line:
         return  # gpu.py needs no further process
     job = json.loads(line)
-    os.environ.update(job["environment"])
     if job["dry_run"]:
         torch.set_num_threads(1)
     else:
         torch.set_float32_matmul_precision("high")
     try:
-        found = {"ok": True, **measure(job)}
+        send(report, event="end", ok=True, **train(job, report))
     except BaseException as error:
         traceback.print_exc()
-        found = {"ok": False, "error": f"{type(error).__name__}: {error}"[:1500]}
-    Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
+        send(report, event="end", ok=False, error=f"{type(error).__name__}: {error}"[:1500])
     sys.stderr.flush()
-    os._exit(0)  # loaders' workers, compilers' pools and captured graphs take long to say good-bye
+    os._exit(0)  # data loaders, compiler pools and captured graphs take long to shut down
 
 
 if __name__ == "__main__":

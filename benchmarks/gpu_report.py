@@ -1,218 +1,222 @@
-"""What benchmarks/gpu.py found, as JSON and as tables: one for each case, and one of the bars."""
+"""The results of benchmarks/gpu.py as JSON and as tables: the targets, and one table per case."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from data_rounds import table
-from gpu_cases import (
-    CASES,
-    COMPILE,
-    GRAPH,
-    HF,
-    HF_COMPILED,
-    LEAN,
-    LEAN_MASTERS,
-    LIGHTNING,
-    LIGHTNING_COMPILED,
-    MASTERS,
-    MASTERS_GRAPH,
-    MATRICES,
-    OURS,
-    RAW_OURS,
-    REPEATED_BLOCKS,
-)
-
-PEERS = (HF, HF_COMPILED, LIGHTNING, LIGHTNING_COMPILED)
-SAME_WORK = (OURS, COMPILE, GRAPH)
-WITH_MASTERS = (MASTERS, MASTERS_GRAPH)
+from gpu_cases import CASES, TARGETS, Case, Target
 
 Found = dict[str, Any]
-
-
-def tell(job: Any, found: Found) -> str:
-    """One line for the terminal."""
-    name = f"{job.contender.name:52}"
-    if not found["ok"]:
-        return f"{name} FAILED: {found['error'].splitlines()[0][:160]}"
-    if "tflops" in found:
-        return f"{name} {found['tflops']:.0f} TFLOP/s"
-    speed = f"{statistics.median(found['ms']):9.3f} ms a step" if "ms" in found else " " * 20
-    memory = f", {found['peak_gib']:.1f} GiB" if "peak_gib" in found else ""
-    losses = ", ".join(f"{found[key]:.4f}" for key in ("loss_before", "loss_after") if key in found)
-    return f"{name} {speed}{memory}, {found['seconds_to_step_10']:.1f} s to step 10, loss {losses}"
+CONVERGENCE_TITLE = "validation loss after 1,000 steps of a 124M model, fp8 against bf16"
+CONVERGENCE_LIMIT = 0.005
 
 
 class Report:
-    """The results so far, by case and contender."""
+    """The results so far, by case and contender. A case keeps the command and the machine that it was measured with."""
 
     def __init__(self, machine: dict[str, str], command: str) -> None:
-        self._machine = machine
-        self._command = command
-        self.results: dict[str, dict[str, Found]] = {}
+        self._machine, self._command = machine, command
+        self.cases: dict[str, dict[str, Any]] = {}
+        self.convergence: Found | None = None
+
+    @classmethod
+    def merged(cls, files: list[Path]) -> Report:
+        """Returns one report of several files; a later file replaces a case of an earlier one."""
+        report = cls({}, "")
+        for file in files:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if "cases" not in content:
+                report.convergence = content
+                continue
+            for name, case in content["cases"].items():
+                old = report.cases.get(name, {"contenders": {}})["contenders"]
+                if missing := [each for each in old if old[each]["ok"] and each not in case["contenders"]]:
+                    raise SystemExit(
+                        f"{file}: the case {name} is also in an earlier file, with the contender {missing[0]}, which "
+                        "this one lacks. Contenders of one case take turns in one command: give one file per case."
+                    )
+                report.cases[name] = case
+        return report
 
     def note(self, case: str, contender: str, found: Found) -> None:
-        self.results.setdefault(case, {})[contender] = found
+        entry = self.cases.setdefault(
+            case, {"machine": self._machine, "command": self._command, "tflops": [], "contenders": {}}
+        )
+        entry["contenders"][contender] = found
+
+    def set_rate(self, case: str, tflops: list[float] | None) -> None:
+        """Keeps the rate of matrix products that was measured between the case's turns."""
+        if tflops and case in self.cases:
+            self.cases[case]["tflops"] = tflops
 
     def write(self, folder: Path) -> None:
         """Replaces gpu.json and gpu.md."""
-        content = {"machine": self._machine, "command": self._command, "results": self.results}
-        (folder / "gpu.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        convergence = folder / "convergence.json"
+        if self.convergence is None and convergence.exists():
+            self.convergence = json.loads(convergence.read_text(encoding="utf-8"))
+        (folder / "gpu.json").write_text(json.dumps({"cases": self.cases}, indent=2) + "\n", encoding="utf-8")
         (folder / "gpu.md").write_text(self.text(), encoding="utf-8")
 
     def text(self) -> str:
         """The whole report in Markdown."""
-        facts = ", ".join(f"{name} {value}" for name, value in self._machine.items() if name != "device")
-        parts = ["# Training speed on one GPU", f"```\n{self._command}\n```", f"{self._machine['device']}; {facts}."]
-        if self._machine["device"] == "cpu":
-            parts += ["A dry run on a CPU: the figures mean nothing."]
-        parts += ["## Bars", self.bars()]
-        for case in [name for name in CASES if name in self.results]:
-            parts += [f"## {CASES[case].title}", self._case_table(case)]
-        failures = [
-            f"- {case}, {name}: {found['error'].strip()}"
-            for case, by_name in self.results.items()
-            for name, found in by_name.items()
-            if not found["ok"]
-        ]
-        if failures:
-            parts += ["## What failed or was left out", "\n".join(failures)]
+        parts = ["# Training speed on one GPU", INTRODUCTION, "## Targets", self.targets()]
+        for name in [name for name in CASES if name in self.cases]:
+            case, entry = CASES[name], self.cases[name]
+            facts = ", ".join(f"{key} {value}" for key, value in entry["machine"].items() if key != "device")
+            parts += [f"## {case.title}", f"```\n{entry['command']}\n```", f"{entry['machine']['device']}; {facts}."]
+            if entry["machine"]["device"] == "cpu":
+                parts += ["A dry run on a CPU: the figures mean nothing."]
+            parts += [self._case_table(case)]
+            if entry["tflops"]:
+                low, high = min(entry["tflops"]), max(entry["tflops"])
+                rate = f"{statistics.median(entry['tflops']):.0f} TFLOP/s ({low:.0f}–{high:.0f})"
+                parts += [f"Large bf16 matrix products between the turns: {rate}."]
+            if case.note:
+                parts += [case.note]
+            if settings := self._settings(case):
+                parts += [f"Settings of trainwright:\n\n{settings}"]
+            if failures := [
+                f"- {each}: {found['error'].strip().splitlines()[0]}"
+                for each, found in entry["contenders"].items()
+                if not found["ok"]
+            ]:
+                parts += ["Failed or left out:\n\n" + "\n".join(failures)]
+        if self.convergence is not None:
+            parts += ["## Convergence of fp8", self.convergence["text"]]
         return "\n\n".join(parts) + "\n"
 
     # single figures; None where a run that they need failed
 
-    def ms(self, case: str, name: str) -> float | None:
-        """The median of the rounds, in milliseconds a step."""
-        rounds = self._get(case, name, "ms")
+    def _found(self, case: str, name: str | None) -> Found:
+        found: Found = self.cases.get(case, {}).get("contenders", {}).get(name or "", {})
+        return found
+
+    def ms(self, case: str, name: str | None, wave: str | None = None) -> float | None:
+        """The median milliseconds per step, of one wave or of all of them."""
+        by_wave = self._found(case, name).get("ms", {})
+        rounds = [ms for key, values in by_wave.items() if wave in (None, key) for ms in values]
         return statistics.median(rounds) if rounds else None
 
-    def best(self, case: str, names: Iterable[str]) -> str | None:
-        """The fastest of these contenders."""
-        times = {name: time for name in names if (time := self.ms(case, name)) is not None}
+    def baseline(self, case: str) -> str | None:
+        """The fastest peer that was measured."""
+        names = [each.name for each in CASES[case].contenders if each.is_peer]
+        times = {name: ms for name in names if (ms := self.ms(case, name)) is not None}
         return min(times, key=times.__getitem__) if times else None
 
-    def share(self, case: str, name: str) -> float | None:
-        """The share of the measured matrix rate that a contender reaches."""
-        ms, rate = self.ms(case, name), self._get("tinyllama", MATRICES, "tflops")
-        if ms is None or rate is None:
+    def speed(self, case: str, name: str) -> float | None:
+        """How many times as fast as the baseline, whose turns of the same wave count where there are any."""
+        waves = self._found(case, name).get("ms", {})
+        baseline = self.baseline(case)
+        if not waves or baseline is None:
             return None
-        flops = CASES[case].flops_per_token() * CASES[case].tokens
-        return float(flops / ms / 1e9 / rate)
+        wave = next(iter(waves)) if name != baseline else None  # only the baseline stays for several
+        return quotient(self.ms(case, baseline, wave) or self.ms(case, baseline), self.ms(case, name))
 
-    def _get(self, case: str, name: str | None, key: str) -> Any:
-        return self.results.get(case, {}).get(name or "", {}).get(key)
+    def memory(self, case: str, name: str) -> float | None:
+        """The peak memory over the baseline's."""
+        own, other = (self._found(case, each).get("peak_gib") for each in (name, self.baseline(case)))
+        return quotient(own, other)
 
-    def _case_table(self, case: str) -> str:
-        baseline = self.ms(case, HF_COMPILED)
+    def share(self, case: str, name: str) -> float | None:
+        """The share of the measured bf16 matrix rate."""
+        ms, rates, flops = self.ms(case, name), self.cases[case]["tflops"], CASES[case].flops_per_token()
+        if ms is None or not rates or flops is None:
+            return None
+        return flops * CASES[case].tokens / ms / 1e9 / statistics.median(rates)
+
+    def line(self, case: str, name: str) -> str:
+        """One line for the terminal."""
+        found, ms = self._found(case, name), self.ms(case, name)
+        if ms is None:
+            return f"{case}: {name}: not measured"
+        speed = self.speed(case, name)
+        parts = [f"{ms:.3f} ms per step", *([] if speed is None else [f"{speed:.2f}×"])]
+        if "peak_gib" in found:
+            parts += [f"{found['peak_gib']:.1f} GiB ({shown(self.memory(case, name))})"]
+        losses = " → ".join(f"{found[key]:.4f}" for key in ("loss_before", "loss_after") if key in found)
+        return f"{case}: {name}: {', '.join(parts)}, loss {losses}"
+
+    def _case_table(self, case: Case) -> str:
         rows = []
-        for name, found in self.results[case].items():
-            ms = self.ms(case, name)
+        baseline = self.baseline(case.name)
+        for name in [each.name for each in case.contenders]:
+            found, ms = self._found(case.name, name), self.ms(case.name, name)
             if ms is None:
-                if "seconds_to_step_10" in found:  # it was only started
-                    rows.append([name, *[""] * 6, f"{found['seconds_to_step_10']:.1f}", ""])
                 continue
-            low, high = min(found["ms"]), max(found["ms"])
-            share = self.share(case, name)
+            every = [value for values in found["ms"].values() for value in values]
+            speed, memory, share = (find(case.name, name) for find in (self.speed, self.memory, self.share))
+            losses = [f"{found[key]:.4f}" for key in ("loss_before", "loss_after") if key in found]
             rows.append(
                 [
-                    name,
-                    f"{ms:,.3f} ({low:,.3f}–{high:,.3f})",
-                    f"{CASES[case].tokens / ms * 1e3:,.0f}",
-                    f"{baseline / ms:.2f}" if baseline else "",
-                    f"{share:.3f}" if share else "",
-                    f"{found['peak_gib']:.1f}" if "peak_gib" in found else "",
-                    f"{found['reserved_gib']:.1f}" if "reserved_gib" in found else "",
-                    f"{found['seconds_to_step_10']:.1f}",
-                    f"{found['loss_after']:.4f}" if "loss_after" in found else "",
+                    f"**{name}**" if name == baseline else name,
+                    f"{ms:,.3f} ({min(every):,.3f}–{max(every):,.3f})",
+                    f"{case.tokens / ms * 1e3:,.0f}",
+                    shown(speed),
+                    shown(share, 3),
+                    shown(found.get("peak_gib"), 1),
+                    shown(memory),
+                    shown(found.get("start_seconds"), 0),
+                    " → ".join(losses) + f" ({found['steps']} steps)",
                 ]
             )
-        head = ["", "ms a step (range of rounds)", "tokens/s", f"times {HF_COMPILED}", "share of matrix rate"]
-        head += ["GiB at the peak", "GiB reserved", "s to step 10", "loss after"]
-        rate = self._get(case, MATRICES, "tflops")
-        note = f"\n\nLarge bf16 matrix products: {rate:.0f} TFLOP/s." if rate else ""
-        return table(head, rows) + note
+        head = ["", "ms per step (range of turns)", "tokens/s", "speed", "share of the matrix rate", "GiB at the peak"]
+        return table([*head, "memory", "s to start", "loss on the first batch"], rows)
 
-    def bars(self) -> str:
-        """The table of the bars: what was reached, and whether that is enough."""
-        rows = []
-        for title, bar, is_met, find in self._bars():
-            value = find()
-            verdict = "not measured" if value is None else "met" if is_met(value) else "missed"
-            rows.append([title, bar, "" if value is None else f"{value:.4g}", verdict])
-        return table(["case", "bar", "measured", ""], rows)
+    def _settings(self, case: Case) -> str:
+        lines = []
+        for name, found in self.cases[case.name]["contenders"].items():
+            if "kind" in (options := found.get("options", {})):
+                model = case.shipped if options["kind"] == "shipped" else case.transformers
+                lines.append(f"- {name}: `{model['type']}`, `{json.dumps(options['settings'])}`")
+        return "\n".join(lines)
 
-    def _bars(self) -> list[tuple[str, str, Callable[[float], bool], Callable[[], float | None]]]:
-        def at_least(limit: float) -> tuple[str, Callable[[float], bool]]:
-            return f"≥ {limit:g}", lambda value: value >= limit
+    def targets(self) -> str:
+        """The table of the targets: what was reached, and whether that is enough."""
+        rows = [self._target(target) for target in TARGETS]
+        verdict, measured = "not measured", ""
+        if self.convergence is not None and self.convergence["relative_difference"] is not None:
+            change = self.convergence["relative_difference"]
+            measured = f"{100 * change:+.2f} %"
+            verdict = "met" if abs(change) <= CONVERGENCE_LIMIT else "missed"
+        rows.append([CONVERGENCE_TITLE, f"within {100 * CONVERGENCE_LIMIT:g} %", measured, verdict])
+        return table(["case on one GPU", "target", "measured", ""], rows)
 
-        def at_most(limit: float) -> tuple[str, Callable[[float], bool]]:
-            return f"≤ {limit:g}", lambda value: value <= limit
+    def _target(self, target: Target) -> list[str]:
+        """A row of the table: the fastest contender that meets the target, or the fastest of all."""
+        found = []
+        for name in target.contenders:
+            speed = self.speed(target.case, name)
+            if speed is not None:
+                memory, share = self.memory(target.case, name), self.share(target.case, name)
+                is_met = speed >= target.speed
+                is_met &= target.memory is None or (memory is not None and memory <= target.memory)
+                is_met &= target.share is None or (share is not None and share >= target.share)
+                found.append((is_met, speed, memory, share, name))
+        if not found:
+            return [target.title, target.describe(), "", "not measured"]
+        is_met, speed, memory, share, name = max(found, key=lambda each: each[:2])
+        measured = f"{speed:.2f}×" if target.case != "nanochat" else f"{1 / speed:.4f}× the step time"
+        measured += f", {memory:.2f} of the memory" if memory is not None else ""
+        measured += f", {share:.2f} of the matrix rate" if target.share is not None and share is not None else ""
+        measured += f" ({name})" if len(target.contenders) > 1 else ""
+        return [target.title, target.describe(), measured, "met" if is_met else "missed"]
 
-        def speed(case: str, ours: Iterable[str], peers: Iterable[str]) -> float | None:
-            peer = self.best(case, peers)
-            return quotient(self.ms(case, peer or ""), self.ms(case, self.best(case, ours) or ""))
 
-        def memory(ours: Iterable[str]) -> float | None:
-            own = self._get("tinyllama", self.best("tinyllama", ours), "peak_gib")
-            return quotient(own, self._get("tinyllama", HF_COMPILED, "peak_gib"))
+INTRODUCTION = """\
+Contenders train the same shape from the same weights on the same rows. They compile at the same time and then take
+turns; times are medians of the turns, with the range. `speed` and `memory` are relative to the baseline, in bold: the
+fastest of Hugging Face Trainer with torch.compile and with Liger-Kernel (compiled or not), or what a case names. Peers
+keep fp32 weights and `bf16=True`, unless the case says bf16 weights; no contender has settings beyond those that its
+documentation recommends. Memory is torch's peak of allocated memory. Contenders start at the same time and with the
+compiler's caches of earlier commands, so the seconds to the end of warm-up are not those of a single run."""
 
-        def start(name: str) -> float | None:
-            seconds: float | None = self._get("tinyllama", name, "seconds_to_step_10")
-            return seconds
 
-        def overhead() -> float | None:
-            times = quotient(self.ms("tinyllama", COMPILE), self.ms("tinyllama", RAW_OURS))
-            return None if times is None else 100 * (times - 1)
-
-        masters = "with bf16 weights and fp32 masters"
-        llama = "TinyLlama"
-        return [
-            (
-                f"{llama}: speed over {HF_COMPILED}",
-                *at_least(1.25),
-                lambda: speed("tinyllama", SAME_WORK, [HF_COMPILED]),
-            ),
-            (f"the same {masters}", *at_least(1.25), lambda: speed("tinyllama", WITH_MASTERS, [HF_COMPILED])),
-            (
-                f"{llama}: share of the measured bf16 matrix rate",
-                *at_least(0.60),
-                lambda: self.share("tinyllama", self.best("tinyllama", SAME_WORK) or ""),
-            ),
-            (
-                f"the same {masters}",
-                *at_least(0.60),
-                lambda: self.share("tinyllama", self.best("tinyllama", WITH_MASTERS) or ""),
-            ),
-            (f"{llama}: peak memory over {HF_COMPILED}", *at_most(0.80), lambda: memory(SAME_WORK)),
-            (f"the same {masters}", *at_most(0.80), lambda: memory(WITH_MASTERS)),
-            ("the same with a memory budget", *at_most(0.80), lambda: memory([LEAN])),
-            (f"its speed over {HF_COMPILED}", *at_least(1.25), lambda: speed("tinyllama", [LEAN], [HF_COMPILED])),
-            ("the same with masters and a memory budget", *at_most(0.80), lambda: memory([LEAN_MASTERS])),
-            (
-                f"its speed over {HF_COMPILED}",
-                *at_least(1.25),
-                lambda: speed("tinyllama", [LEAN_MASTERS], [HF_COMPILED]),
-            ),
-            ("toy model: graph mode over the best peer", *at_least(15), lambda: speed("toy", [GRAPH], PEERS)),
-            ("GPT-2 small: over the best peer", *at_least(1.25), lambda: speed("gpt2", SAME_WORK, PEERS)),
-            (f"the same {masters}", *at_least(1.25), lambda: speed("gpt2", WITH_MASTERS, PEERS)),
-            (
-                "cold start to step 10, scan over none",
-                *at_most(0.5),
-                lambda: quotient(start(REPEATED_BLOCKS), start(COMPILE)),
-            ),
-            ("loop over a raw one with the same compiled model, %", *at_most(1), overhead),
-            ("CPU: µs over a raw loop, default hooks", *at_most(40), lambda: self._overhead("trainwright")),
-            ("CPU: graph mode's µs over the raw loop", *at_most(0), lambda: self._overhead("trainwright (graph)")),
-        ]
-
-    def _overhead(self, name: str) -> float | None:
-        found = (self._get("cpu", "overhead", "results") or {}).get(name)
-        return None if found is None or "over_raw" not in found else float(found["over_raw"])
+def shown(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:,.{digits}f}"
 
 
 def quotient(above: float | None, below: float | None) -> float | None:

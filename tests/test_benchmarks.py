@@ -1,0 +1,179 @@
+"""benchmarks/gpu.py: its plan of waves, its report, and a dry run of one case."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def cases(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import gpu_cases
+
+    return gpu_cases
+
+
+@pytest.fixture
+def make_report(cases):
+    from gpu_report import Report
+
+    def make(**contenders):
+        """A report of TinyLlama: per contender the milliseconds by wave and the peak memory."""
+        report = Report({"device": "a GPU"}, "the command")
+        for name, (ms, gib) in contenders.items():
+            name = {"peer": cases.HF_COMPILED, "liger": cases.HF_LIGER}.get(name, name)
+            name = {"ours": cases.SHIPPED, "lean": cases.SHIPPED_LEAN, "fp8": cases.SHIPPED_FP8}.get(name, name)
+            report.note("tinyllama", name, {"ok": True, "ms": ms, "peak_gib": gib, "steps": 20})
+        return report
+
+    return make
+
+
+def verdicts(report):
+    rows = [line.split(" | ") for line in report.targets().splitlines()]
+    return {row[0].removeprefix("| "): (row[2], row[3].removesuffix(" |")) for row in rows}
+
+
+def test_every_target_names_contenders_of_its_case(cases):
+    for target in cases.TARGETS:
+        names = {each.name for each in cases.CASES[target.case].contenders}
+        assert names & set(target.contenders), target.title
+    for case in cases.CASES.values():
+        names = [each.name for each in case.contenders]
+        assert len(names) == len(set(names))
+        assert any(each.is_peer for each in case.contenders), case.name
+
+
+def test_a_plan_has_every_contender_once_within_the_memory(cases):
+    waves = cases.plan_waves(cases.CASES.values(), 134.0)
+    planned = [(stage.case, each.name) for wave in waves for stage in wave for each in stage.contenders]
+    assert sorted(planned) == sorted(
+        (case.name, each.name) for case in cases.CASES.values() for each in case.contenders
+    )
+    for wave in waves:
+        members = [each for stage in wave for each in stage.contenders]
+        assert sum(each.idle_gib for each in members) + max(each.gib - each.idle_gib for each in members) <= 134.0
+
+
+def test_peers_come_first_and_the_fastest_stays_for_the_rest(cases):
+    contenders = (
+        cases.peer("a", 60, 20, 10),
+        cases.peer("b", 50, 20, 10),
+        cases.ours("c", "shipped", {}, 30, 10),
+        cases.ours("d", "shipped", {}, 10, 10),
+    )
+    case = cases.replace(cases.CASES["tinyllama"], contenders=contenders)
+    first, second = cases.plan_waves([case], 100.0)
+    assert [each.name for each in first[0].contenders] == ["a", "b", "d"]
+    assert not first[0].keeps_baseline
+    assert second == [cases.Stage("tinyllama", (contenders[2],), keeps_baseline=True)]
+
+
+def test_one_that_does_not_fit_next_to_the_fastest_peer_runs_without_it(cases):
+    contenders = (cases.peer("a", 60, 30, 10), cases.ours("c", "shipped", {}, 90, 10))
+    case = cases.replace(cases.CASES["tinyllama"], contenders=contenders)
+    _, second = cases.plan_waves([case], 100.0)
+    assert second == [cases.Stage("tinyllama", (contenders[1],), keeps_baseline=False)]
+
+
+def test_a_case_joins_another_only_if_that_saves_time(cases):
+    def make(name, gib):
+        contenders = (cases.peer("a", gib, 1, 60), cases.ours("b", "shipped", {}, gib, 60, idle_gib=1))
+        return cases.replace(cases.CASES[name], contenders=contenders)
+
+    together = cases.plan_waves([make("toy", 20), make("gpt2", 20)], 100.0)
+    assert [[stage.case for stage in wave] for wave in together] == [["toy", "gpt2"]]
+    assert cases.starts([each for stage in together[0] for each in stage.contenders], 100.0) == 60
+    apart = cases.plan_waves([make("toy", 45), make("gpt2", 60)], 100.0)
+    assert [[stage.case for stage in wave] for wave in apart] == [["toy"], ["gpt2"]]
+
+
+def test_a_contender_without_memory_starts_once_more(cases, make_report, tmp_path):
+    import gpu
+
+    bench = gpu.Bench(argparse.Namespace(memory=100.0, minutes=1.0), tmp_path, make_report())
+    contender = cases.ours("a", "shipped", {}, 40, 10)
+    for _ in range(2):
+        process = subprocess.Popen(["true"], process_group=0)
+        error = {"ok": False, "error": "OutOfMemoryError: CUDA out of memory."}
+        bench._end(gpu.Worker("toy", contender, process), error)
+    (again,) = bench._waiting["toy"]
+    assert (again.name, again.gib, again.idle_gib) == ("a", 60, 58.5)
+
+
+def test_flops_count_weights_and_causal_attention(cases):
+    case = cases.CASES["tinyllama"]
+    weights = 22 * (2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 5632) + 2048 * 32000
+    assert case.flops_per_token() == 6 * weights + 6 * 22 * 2048 * 2048
+    adapters = cases.replace(case, is_adapter_only=True)
+    assert adapters.flops_per_token() == 4 * weights + 6 * 22 * 2048 * 2048
+
+
+def test_the_baseline_is_the_fastest_peer_and_its_turns_of_the_same_wave_count(cases, make_report):
+    report = make_report(
+        peer=({"1": [300, 310, 305]}, 43.0),
+        liger=({"1": [280, 282, 281], "2": [290, 292, 291]}, 40.0),
+        ours=({"1": [200, 202, 201]}, 36.0),
+        fp8=({"2": [150, 152, 151]}, 25.0),
+    )
+    assert report.baseline("tinyllama") == cases.HF_LIGER
+    assert report.speed("tinyllama", cases.SHIPPED) == pytest.approx(281 / 201)
+    assert report.speed("tinyllama", cases.SHIPPED_FP8) == pytest.approx(291 / 151)
+    assert report.memory("tinyllama", cases.SHIPPED) == pytest.approx(0.9)
+    found = verdicts(report)
+    assert found["TinyLlama, shipped, bf16"] == ("1.40×, 0.90 of the memory (shipped, bf16)", "missed")
+    assert found["TinyLlama, shipped, fp8"][1] == "met"
+    assert found["GPT-2 small, bf16"] == ("", "not measured")
+
+
+def test_a_target_of_speed_and_memory_is_met_by_one_contender_alone(cases, make_report):
+    fast, small = ({"1": [200]}, 36.0), ({"1": [240]}, 30.0)
+    both = make_report(peer=({"1": [300]}, 40.0), ours=fast, lean=small)
+    assert verdicts(both)["TinyLlama, shipped, bf16"][1] == "missed"
+    enough = make_report(peer=({"1": [300]}, 40.0), ours=fast, lean=({"1": [220]}, 30.0))
+    assert verdicts(enough)["TinyLlama, shipped, bf16"] == (
+        "1.36×, 0.75 of the memory (shipped, bf16, memory budget 0.8)",
+        "met",
+    )
+
+
+def test_reports_of_several_commands_are_merged(cases, make_report, tmp_path):
+    from gpu_report import Report
+
+    make_report(peer=({"1": [300]}, 40.0), ours=({"1": [200]}, 36.0)).write(tmp_path)
+    losses = tmp_path / "losses.json"
+    losses.write_text(json.dumps({"relative_difference": 0.004, "text": "by step"}), encoding="utf-8")
+    merged = Report.merged([tmp_path / "gpu.json", losses])
+    assert verdicts(merged)["TinyLlama, shipped, bf16"][0].startswith("1.50×")
+    assert "+0.40 %" in merged.targets()
+    assert "by step" in merged.text()
+
+    other = tmp_path / "other"
+    other.mkdir()
+    make_report(fp8=({"1": [150]}, 25.0)).write(other)
+    with pytest.raises(SystemExit, match="take turns in one command"):
+        Report.merged([tmp_path / "gpu.json", other / "gpu.json"])
+
+
+@pytest.mark.slow
+def test_a_dry_run_measures_peers_and_ours(cases, tmp_path):
+    pytest.importorskip("accelerate")
+    command = [sys.executable, str(FOLDER / "gpu.py"), "--dry-run", "--rounds", "2", "--output", str(tmp_path)]
+    command += ["--cases", "toy", "gpt2", "--only", "compile", "graph", "shipped, bf16"]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    found = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["cases"]
+    for case, ours in (("toy", cases.GRAPH), ("gpt2", cases.SHIPPED)):
+        peer, own = (found[case]["contenders"][name] for name in (cases.HF_COMPILED, ours))
+        assert len(peer["ms"]["1"]) == len(own["ms"]["1"]) == 2
+        assert peer["loss_before"] == pytest.approx(own["loss_before"], abs=2e-3)  # the same weights and rows
+        assert peer["loss_after"] == pytest.approx(own["loss_after"], abs=5e-3)
+        assert own["loss_after"] < own["loss_before"] - 0.01
+    assert "| toy model, graph mode | ≥ 18× |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
