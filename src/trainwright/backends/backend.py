@@ -232,6 +232,11 @@ def waits_for_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def scales_rows(device: torch.device) -> bool:
+    """Returns True if torch multiplies fp8 tensors with a scale for each row, which 2.11 does only on a GPU."""
+    return device.type == "cuda"
+
+
 def host_buffers(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns uninitialized host memory for a copy of each tensor, pinned for those on a GPU."""
     buffers: dict[int, torch.Tensor] = {}

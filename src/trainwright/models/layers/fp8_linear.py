@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainwright.backends.backend import scales_rows
 from trainwright.models.lora import LoRALinear
 
 Recipe = Literal["tensorwise", "rowwise"]
@@ -225,6 +226,10 @@ def scaled_product(
     # The public torch.nn.functional.scaled_mm is not in every supported version. On a CPU the operation calls others,
     # which autocast would run in bf16.
     with torch.autocast(first.device.type, enabled=False):
+        if scale.ndim and not scales_rows(first.device):
+            one = torch.ones((), device=first.device)
+            product = torch._scaled_mm(first, second.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+            return (product * scale * second_scale).to(dtype)
         return torch._scaled_mm(
             first, second.t(), scale_a=scale, scale_b=second_scale, out_dtype=dtype, use_fast_accum=fast
         )
