@@ -88,7 +88,7 @@ def explain_failure(error: LookupError | RuntimeError | TypeError, batch: Any, m
         _reject_ids(error, batch, model)
     elif isinstance(error, LookupError):
         return
-    elif "DTensor" in str(error):
+    elif isinstance(error, RuntimeError) and "DTensor" in str(error):
         from trainwright.parallel.fully_shard import reject_ungathered  # imports much of torch
 
         reject_ungathered(error, model)
