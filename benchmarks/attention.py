@@ -36,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from trainwright.models.layers.document_attention import document_borders, flex, padded_borders, visible_pairs
+from trainwright.models.layers.varlen_attention import document_starts
 
 Attend = Callable[..., Tensor]
 Contenders = dict[str, tuple[Attend, Callable[[], AbstractContextManager[Any]]]]
@@ -210,14 +211,8 @@ def starts_of(documents: Tensor, *, room: int | None = None) -> Tensor:
 
     Without `room` it waits for the device.
     """
-    is_start = torch.ones_like(documents, dtype=torch.bool)
-    is_start[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    flat = is_start.flatten()
-    total = flat.numel()
-    if room is None:
-        return torch.cat([flat.nonzero().flatten(), flat.new_tensor([total], dtype=torch.long)]).to(torch.int32)
-    found = torch.nonzero_static(flat, size=room, fill_value=total).flatten()
-    return torch.cat([found, found.new_full((1,), total)]).to(torch.int32)
+    starts = document_starts(documents).starts
+    return starts[: (int((starts < documents.numel()).sum()) if room is None else room) + 1]
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, *, starts: Tensor, window: int | None) -> Tensor:

@@ -96,6 +96,7 @@ class Bench:
         """Measures the cases, as many as there is time for."""
         self._waiting = {case.name: list(case.contenders) for case in cases if case.contenders}
         budget, number = self._options.memory, 0
+        self._matrices = self._start_process(cases[0].name, MATRICES)
         try:
             while self._waiting:
                 kept = {case: (each.gib, each.found.get("reserved_gib", 0.0)) for case, each in self._baselines.items()}
@@ -116,7 +117,7 @@ class Bench:
                 self._run_wave(number, wave, expected)
                 self.say(f"wave {number} took {time.monotonic() - begun:.0f} s, {expected:.0f} s were expected")
         finally:
-            for worker in [*self._imported.values(), *self._baselines.values()]:
+            for worker in [self._matrices, *self._imported.values(), *self._baselines.values()]:
                 kill(worker)
             self._log.close()
 
@@ -155,26 +156,22 @@ class Bench:
                 self._dismiss([self._baselines.pop(stage.case)])
         workers = [self._imported.pop((stage.case, each.name)) for stage in wave for each in stage.contenders]
         workers.sort(key=lambda each: -each.contender.start_seconds)
-        matrices = self._start_process(wave[0].case, MATRICES)
         cases = ", ".join(dict.fromkeys(stage.case for stage in wave))
         self.say(f"wave {number}: {len(workers)} contenders of {cases}, about {expected:.0f} s")
-        self._warm_up([matrices, *workers])
+        self._warm_up([self._matrices, *workers])
         for stage in wave:
             turns = [each for each in workers if each.case == stage.case and each.state == "ready"]
             if (baseline := self._baselines.get(stage.case)) is not None and baseline.state == "ready":
                 turns = [baseline, *turns]
             begun = time.monotonic()
-            self._take_turns(number, [matrices, *turns])
+            self._matrices.found.clear()
+            self._take_turns(number, [self._matrices, *turns])
             self.say(f"the turns of {stage.case} took {time.monotonic() - begun:.0f} s")
-            self._report.set_rate(stage.case, matrices.found.get("tflops"))
+            self._report.add_rates(stage.case, self._matrices.found.get("tflops", []))
             self._settle(stage, turns, is_last=stage.case not in self._waiting)
-        matrices.state = "ended"
-        kill(matrices)
 
     def _warm_up(self, workers: list[Worker]) -> None:
         """Lets the workers start as memory allows, and returns when all of them are ready or have failed."""
-        for worker in workers:
-            worker.state, worker.gib = "importing", 0.0
         while any(each.state in ("importing", "starting") for each in workers):
             held = sum(each.gib for each in [*workers, *self._baselines.values()])
             for worker in workers:

@@ -48,10 +48,10 @@ class Report:
         )
         entry["contenders"][contender] = found
 
-    def set_rate(self, case: str, tflops: list[float] | None) -> None:
-        """Keeps the rate of matrix products that was measured between the case's turns."""
-        if tflops and case in self.cases:
-            self.cases[case]["tflops"] = tflops
+    def add_rates(self, case: str, tflops: list[float]) -> None:
+        """Keeps the rates of matrix products that were measured between the case's turns."""
+        if case in self.cases:
+            self.cases[case]["tflops"] += tflops
 
     def write(self, folder: Path) -> None:
         """Replaces gpu.json and gpu.md."""
@@ -102,9 +102,10 @@ class Report:
         return statistics.median(rounds) if rounds else None
 
     def baseline(self, case: str) -> str | None:
-        """The fastest peer that was measured."""
+        """The fastest peer that was measured, by the turns of its first wave: further ones had other company."""
         names = [each.name for each in CASES[case].contenders if each.is_peer]
-        times = {name: ms for name in names if (ms := self.ms(case, name)) is not None}
+        waves = {name: next(iter(self._found(case, name).get("ms", {})), None) for name in names}
+        times = {name: ms for name, wave in waves.items() if wave and (ms := self.ms(case, name, wave)) is not None}
         return min(times, key=times.__getitem__) if times else None
 
     def speed(self, case: str, name: str) -> float | None:

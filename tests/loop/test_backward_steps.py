@@ -263,6 +263,7 @@ def test_a_rollback_restores_weights_that_were_stepped_with_nan(tmp_path):
     ("overrides", "problem"),
     [
         (["trainer.micro_batch_size=2"], "micro_batch_size"),
+        (["trainer.micro_batch_size=auto"], "micro_batch_size: auto"),
         (["runtime.mode=compile"], "compile_repeated_blocks"),
         (["trainer.max_grad_norm=1.0"], "max_grad_norm"),
         (["trainer.max_grad_value=1.0"], "max_grad_value"),

@@ -12,7 +12,7 @@ import torch
 from tests.messages import raises
 from torch import nn
 
-from trainwright import RunConfig, build_trainer
+from trainwright import RunConfig, Trainer, build_trainer
 from trainwright.errors import DataError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.loop.outputs import CriterionError, explain_failure, read_forward
@@ -197,6 +197,32 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_the_embedding(tmp_path)
     )
     with raises(DataError, "input_ids", "0", "49", "20"):
         build_trainer(config).train()
+
+
+OUTSIDE_OF_AUTOCAST = {
+    "index_add": lambda scores: torch.zeros(4, 4).index_add(0, torch.arange(4), scores),
+    "scatter": lambda scores: torch.zeros(4, 4).scatter(0, torch.zeros(4, 4, dtype=torch.long), scores),
+    "bincount": lambda scores: torch.bincount(scores.flatten()),
+    "numpy": lambda scores: scores.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE_OF_AUTOCAST)
+def test_an_operation_without_autocast_is_told_the_setting(tmp_path, name):
+    class Scoring(Trainer):
+        def forward(self, x, labels):
+            scores = torch.nn.functional.linear(torch.ones(4, 4), torch.ones(4, 4))
+            OUTSIDE_OF_AUTOCAST[name](scores)
+            return super().forward(x=x, labels=labels)
+
+    def train(precision):
+        overrides = [f"output_dir={tmp_path}", "trainer.max_steps=1", f"runtime.precision={precision}"]
+        build_trainer(RunConfig.load(PROJECT / "run.yaml", overrides), Scoring).train()
+
+    with raises(TrainwrightError, "runtime.precision: fp32", "bf16", "float()", at="test_outputs.py"):
+        train("bf16")
+    if name != "bincount":
+        train("fp32")
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(4, 2), nn.Conv1d(4, 2, 1)])

@@ -204,6 +204,13 @@ def _build_trainer(
     if wants_budget(config):
         config = settle_activation_checkpointing(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
     if config.trainer.micro_batch_size == "auto":
+        if config.trainer.optimizer_in_backward:
+            raise ConfigError(
+                "trainer.optimizer_in_backward does not work with trainer.micro_batch_size: auto, which may choose "
+                "several micro-batches per update. Set micro_batch_size to the size of the batch, or remove "
+                "optimizer_in_backward.",
+                where=config.origin("trainer.optimizer_in_backward"),
+            )
         config = settle_micro_batch(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
     options: dict[str, Any] = {"evaluates": evaluates, "referenced": referenced}
     trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, **options)

@@ -181,7 +181,9 @@ class Evaluator:
         modules and the generators are restored. With `can_be_abandoned` an interruption raises EvaluationAbandoned at
         the next batch.
         """
-        with replaced_weights(self._trainer.model, averaged):
+        trainer = self._trainer
+        products = trainer.backend.float32_products(tf32=trainer.config.runtime.tf32)
+        with replaced_weights(trainer.model, averaged), products:
             return self._evaluate(sets, hooks, can_be_abandoned=can_be_abandoned)
 
     def _evaluate(

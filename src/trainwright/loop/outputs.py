@@ -71,10 +71,16 @@ _DTYPE_ERROR = re.compile(
 _INTEGER = re.compile(r"\b(long|int|short|char|byte|bool)\b|unsigned char")
 
 
-def explain_failure(error: LookupError | RuntimeError, batch: Any, model: torch.nn.Module) -> None:
+_AUTOCAST_ERROR = re.compile(
+    r"unsafe to autocast|BFloat16|\bHalf\b|self\.dtype to be equal|same scalar type", re.IGNORECASE
+)
+"""What torch says of operations that autocast does not cast, or that the dtype of autocast does not support."""
+
+
+def explain_failure(error: LookupError | RuntimeError | TypeError, batch: Any, model: torch.nn.Module) -> None:
     """Raises a clear error for some of Python's and torch's; ignores others.
 
-    Missing keys of the batch, labels and ids out of range, dtypes, sharded parameters.
+    Missing keys of the batch, labels and ids out of range, dtypes, sharded parameters, operations without autocast.
     """
     if isinstance(error, KeyError):
         _reject_missing_key(error, batch)
@@ -82,12 +88,30 @@ def explain_failure(error: LookupError | RuntimeError, batch: Any, model: torch.
         _reject_ids(error, batch, model)
     elif isinstance(error, LookupError):
         return
-    elif "DTensor" in str(error):
+    elif isinstance(error, RuntimeError) and "DTensor" in str(error):
         from trainwright.parallel.fully_shard import reject_ungathered  # imports much of torch
 
         reject_ungathered(error, model)
-    elif _DTYPE_ERROR.search(str(error)) and not is_out_of_memory(error):
-        _explain_dtypes(error, batch, model)
+    elif not is_out_of_memory(error):
+        if _DTYPE_ERROR.search(str(error)) and isinstance(error, RuntimeError):
+            _explain_dtypes(error, batch, model)
+        if _AUTOCAST_ERROR.search(str(error)):
+            _explain_autocast(error, model)
+
+
+def _explain_autocast(error: RuntimeError | TypeError, model: torch.nn.Module) -> None:
+    """Raises with the setting if autocast is active, which it is by default on a GPU."""
+    device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return
+    dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(device), "this precision")
+    reason = str(error).strip().splitlines()[0].rstrip(".")
+    raise TrainwrightError(
+        f"This operation does not work with the {dtype} tensors that runtime.precision gives it ({reason}). Convert "
+        f'them with .float(), compute it within torch.autocast("{device}", enabled=False), or set runtime.precision: '
+        "fp32.",
+        where=user_location(error),
+    ) from error
 
 
 def _reject_missing_key(error: KeyError, batch: Any) -> None:

@@ -722,9 +722,10 @@ class Trainer:
                     if self._has_shards:
                         result.loss = full_loss(result.loss)
                     self.add_metrics(result, batch)
-            except TypeError:
+            except TypeError as error:
                 if isinstance(batch, Mapping):
                     reject_mismatch(type(self).forward, tuple(batch))
+                explain_failure(error, batch, self.model)
                 raise
             except (LookupError, RuntimeError) as error:
                 explain_failure(error, batch, self.model)
@@ -886,8 +887,7 @@ class Trainer:
     def evaluate_sets(self, sets: Mapping[str, EvaluationData], *, with_hooks: bool = True) -> dict[str, float]:
         """Evaluates some sets and returns their logs."""
         hooks = self._hook_calls if with_hooks else HookCalls([])
-        with self.backend.float32_products(tf32=self.config.runtime.tf32):
-            return self._evaluator.evaluate(sets, hooks, averaged=self._weights_to_evaluate(hooks))
+        return self._evaluator.evaluate(sets, hooks, averaged=self._weights_to_evaluate(hooks))
 
     def save(self) -> Path | RemotePath:
         """Saves a checkpoint of this step, on every rank, and returns its folder.

@@ -123,3 +123,30 @@ def test_flash_attention_is_activated_where_its_package_is_installed(monkeypatch
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     assert cuda.activate_flash(9) is None  # it has no kernels
     assert mentions(caplog.text, "flash_attn_interface", "does not expose FA3")
+
+
+def test_compiled_code_is_one_graph_with_and_without_the_kernel(monkeypatch):
+    def run(queries, keys, values, ids):
+        documents = document_starts(ids, window=5)
+        return attention(queries, keys, values, mask=documents, window=3) + attention(queries, keys, values, window=4)
+
+    tensors = (*drawn(), DOCUMENTS)
+    expected = run(*tensors)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(run, backend="eager", fullgraph=True)(*tensors), expected)
+
+    def plain(query, key, value, starts, *_, scale, window_size, enable_gqa):
+        heads = [each.unflatten(0, (2, 8)).transpose(1, 2) for each in (query, key, value)]
+        near = band(8, window_size[0] + 1, device=query.device)
+        mixed = F.scaled_dot_product_attention(*heads, attn_mask=near, scale=scale, enable_gqa=enable_gqa)
+        return mixed.transpose(1, 2).flatten(0, 1)
+
+    monkeypatch.setattr(varlen_attention, "_is_served", lambda queries, values: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain)
+
+    def within(queries, keys, values):
+        return attention(queries, keys, values, window=4)
+
+    torch._dynamo.reset()
+    found = torch.compile(within, backend="eager", fullgraph=True)(*drawn())
+    torch.testing.assert_close(found, attention(*drawn(), mask=band(8, 4, device=torch.device("cpu"))))

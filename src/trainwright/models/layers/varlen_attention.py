@@ -10,6 +10,7 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainwright.backends import waits_for_memory
@@ -39,11 +40,13 @@ def document_starts(document_ids: Tensor, *, window: int | None = None) -> Docum
 
     There is room for as many documents as tokens: their number is not known on the host. The rest are empty.
     """
-    is_start = torch.ones_like(document_ids, dtype=torch.bool)
-    is_start[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    is_start = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True).flatten()
     total = document_ids.numel()
-    found = torch.nonzero_static(is_start.flatten(), size=total + 1, fill_value=total)
-    return DocumentStarts(document_ids, found.flatten().to(torch.int32), window)
+    tokens = torch.arange(total, dtype=torch.int32, device=document_ids.device)
+    # All tokens that start nothing are written into the last place, which is the number of tokens.
+    places = torch.where(is_start, is_start.cumsum(dim=0) - 1, total)
+    starts = tokens.new_full((total + 1,), total).scatter(0, places, torch.where(is_start, tokens, total))
+    return DocumentStarts(document_ids, starts, window)
 
 
 def band(length: int, window: int, *, device: torch.device) -> Tensor:
