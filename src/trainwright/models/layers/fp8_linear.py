@@ -11,7 +11,8 @@ largest value is the largest of the format, and the product is multiplied by bot
 
 The matrix units read both factors along the dim that is summed, so a tensor that occurs in two products is cast into
 two layouts. Casts are plain torch operations: the compiler computes them in the kernels around the products, the
-largest value of each row in the kernel that produces the tensor. Which layers are fp8 is decided in models/fp8.py.
+largest value of each row in the kernel that produces the tensor. Only gradients are cast by a kernel of our own on a
+GPU (fp8_kernel.py). Which layers are fp8 is decided in models/fp8.py.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainwright.backends import waits_for_memory
 from trainwright.backends.backend import scales_rows
+from trainwright.backends.private_torch import has_triton
 from trainwright.models.lora import LoRALinear
 
 Recipe = Literal["tensorwise", "rowwise"]
@@ -132,16 +135,14 @@ class _TensorwiseProduct(torch.autograd.Function):
         row_scale, weight_scale, *rest = ctx.saved_tensors
         weights, kept = rest[: ctx.num_weights], rest[ctx.num_weights :]
         scale = tensor_scale(gradients, GRADIENT_DTYPE)
-        cast_gradients = [cast(each, scale, GRADIENT_DTYPE) for each in gradients]
+        joined, transposed = cast_gradients(gradients, scale, both=bool(kept))
         row_gradient = None
         if ctx.needs_input_grad[1]:
             cast_weights = _join([_transposed(cast(each, weight_scale, FORWARD_DTYPE)) for each in weights], dim=1)
-            joined, dtype = _join(cast_gradients, dim=1), gradients[0].dtype
-            row_gradient = scaled_product(joined, cast_weights, scale, weight_scale, dtype)
+            row_gradient = scaled_product(joined, cast_weights, scale, weight_scale, gradients[0].dtype)
         if not kept:
             return (None, row_gradient, *[None] * len(weights))
-        joined = _join([_transposed(each) for each in cast_gradients], dim=0)
-        gradient = scaled_product(joined, kept[0], scale, row_scale, _product_dtype(weights[0]))
+        gradient = scaled_product(transposed, kept[0], scale, row_scale, _product_dtype(weights[0]))
         parts = gradient.split_with_sizes([each.shape[0] for each in weights], dim=0)
         return (None, row_gradient, *(part.to(each.dtype) for part, each in zip(parts, weights, strict=True)))
 
@@ -213,6 +214,18 @@ def _scale(largest: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def cast(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the tensor divided by its scale, in fp8."""
     return (tensor.float() * scale.reciprocal()).to(dtype)
+
+
+def cast_gradients(gradients: Sequence[Tensor], scale: Tensor, *, both: bool) -> tuple[Tensor, Tensor]:
+    """Returns gradients [M, N₁], [M, N₂], … as one factor [M, N] in fp8 and, with `both`, as its transpose [N, M]."""
+    if both and waits_for_memory(scale.device) and has_triton():
+        from trainwright.models.layers.fp8_kernel import cast_gradients as cast_by_kernel
+
+        rows, transposed = cast_by_kernel(list(gradients), scale)
+        return rows, transposed
+    parts = [cast(each, scale, GRADIENT_DTYPE) for each in gradients]
+    joined = _join(parts, dim=1)
+    return joined, _join([_transposed(each) for each in parts], dim=0) if both else joined
 
 
 def scaled_product(
