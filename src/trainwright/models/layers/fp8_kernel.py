@@ -7,6 +7,8 @@ Triton. The tensors must be on the current device, because Triton launches there
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +25,7 @@ def cast_gradients(gradients: list[Tensor], scale: Tensor) -> tuple[Tensor, Tens
     """Returns gradients [M, N₁], [M, N₂], … divided by their scale in e5m2: joined [M, N], and transposed [N, M]."""
     num_rows = gradients[0].shape[0]
     num_columns = sum(each.shape[1] for each in gradients)
-    options = {"dtype": torch.float8_e5m2, "device": scale.device}
+    options: dict[str, Any] = {"dtype": torch.float8_e5m2, "device": scale.device}
     rows = torch.empty((num_rows, num_columns), **options)
     transposed = torch.empty((num_columns, num_rows), **options)
     start = 0
@@ -47,19 +49,19 @@ def cast_gradients(gradients: list[Tensor], scale: Tensor) -> tuple[Tensor, Tens
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _cast(
-    gradient,
-    scale,
-    rows,
-    transposed,
-    num_rows,
-    width,
-    row_stride,
-    column_stride,
-    num_columns,
-    start,
+def _cast(  # type: ignore[no-untyped-def]  # noqa: ANN202  # Triton gives annotations a meaning of its own
+    gradient,  # noqa: ANN001
+    scale,  # noqa: ANN001
+    rows,  # noqa: ANN001
+    transposed,  # noqa: ANN001
+    num_rows,  # noqa: ANN001
+    width,  # noqa: ANN001
+    row_stride,  # noqa: ANN001
+    column_stride,  # noqa: ANN001
+    num_columns,  # noqa: ANN001
+    start,  # noqa: ANN001
     tile: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # Triton gives annotations a meaning of its own
+):
     row = (tl.program_id(0) * tile + tl.arange(0, tile)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * tile + tl.arange(0, tile)).to(tl.int64)[None, :]
     inside = (row < num_rows) & (column < width)
