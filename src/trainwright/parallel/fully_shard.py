@@ -256,8 +256,8 @@ class SplitSettings:
     accumulate_unsharded: bool = False
     """Accumulate full gradients over the micro-batches of an update and reduce them once, which needs more memory."""
     gather_dtype: torch.dtype | None = None
-    """The dtype of gathered parameters, under autocast of that dtype; None: their own. Gradients are summed in fp32, or
-    in the parameters' own dtype if that has more bits."""
+    """The dtype of gathered parameters, under autocast of that dtype; None: their own. Blocks with running statistics
+    keep theirs. Gradients are summed in fp32, or in the parameters' own dtype if that has more bits."""
 
 
 def shard_parameters(
@@ -307,6 +307,13 @@ def shard_parameters(
     # The backward frees the model; an evaluation has none, and averaged weights would stay gathered.
     model.register_forward_hook(torch.compiler.disable(_reshard_without_backward))  # type: ignore[no-untyped-call]
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    kept = [each for each in modules if settings.gather_dtype is not None and _has_running_statistics(each)]  # type: ignore[arg-type]
+    if kept:
+        logger.info(
+            "%d of %d sharded modules have running statistics (BatchNorm): their parameters are gathered in their own "
+            "dtype, not as %s.",
+            *(len(kept), len(modules), settings.gather_dtype),
+        )
     groups = [shard.get_group()] + ([] if replicate is None else [replicate])
     return GradientSync(modules, whole, groups=groups, reduces_last=settings.accumulate_unsharded)
 
@@ -374,12 +381,21 @@ def _placement(
 def _precision(module: nn.Module, settings: SplitSettings, whole: set[nn.Parameter]) -> MixedPrecisionPolicy:
     dtypes = [p.dtype for p in module.parameters() if p not in whole and p.requires_grad and p.is_floating_point()]
     wide = torch.promote_types(dtypes[0], torch.float32) if dtypes else None
-    if settings.gather_dtype is None:
+    if settings.gather_dtype is None or _has_running_statistics(module):
         reduce_dtype = None if wide in dtypes else wide  # None: the dtype of the gradients
         return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     # Inputs are not cast, because a float that is not an activation (an angle, a weight) would lose bits: autocast
     # casts the right ones.
     return MixedPrecisionPolicy(settings.gather_dtype, wide, cast_forward_inputs=False)
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    """Returns True if a module has a BatchNorm outside of its sharded blocks: torch requires one dtype for its weights
+    and statistics."""
+    blocks = (each for each in module.modules() if isinstance(each, FSDPModule) and each is not module)
+    inside = {each for block in blocks for each in block.modules()}  # type: ignore[attr-defined]  # they are modules
+    own = (each for each in module.modules() if each not in inside)
+    return any(isinstance(getattr(each, "running_mean", None), torch.Tensor) for each in own)
 
 
 def _forward_methods(model: nn.Module) -> tuple[str, ...]:
