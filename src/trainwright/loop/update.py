@@ -845,8 +845,8 @@ class Update:
         if not mesh.is_loss_rank:
             totals.zero_()  # another rank counts the same samples
         if sync is not None:
-            sync.finish()
-        owned.gradient_sum.reduce(totals)
+            sync.finish(is_captured=updater.is_capturing)
+        owned.gradient_sum.reduce(totals, is_captured=updater.is_capturing)
         if updater.pipeline is not None:
             updater.pipeline.sum_tied_gradients()
         total, count = totals.unbind()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.parallel.mesh import Mesh, gradient_dtype, is_split, set_gradient_dtype
+from trainwright.parallel.replicate import require_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +123,19 @@ class GradientSync:
         self._direct[parameter] = gradient if earlier is None else earlier + gradient
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, *, is_captured: bool = False) -> None:
         """Completes the reduction of this update's gradients; collective. Parameters are sharded afterwards.
 
-        Called after the last backward and before any gradient is read, for each update of a step.
+        Called after the last backward and before any gradient is read, for each update of a step. If the step
+        `is_captured`, every trained parameter must have a gradient.
         """
         for module in self._modules:
             # A forward without a backward leaves its block gathered, and the update would not reach those weights.
             module.reshard()
         if not self._groups:
             return
+        if is_captured:
+            self._join_streams()
         for parameter, gradient in self._direct.items():
             self._touched.add(id(parameter))
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -142,8 +146,12 @@ class GradientSync:
         present = [id(parameter) in self._touched or self._is_unchanged(parameter) for parameter in parameters]
         present += [parameter.grad is not None for parameter in whole]
         self._touched.clear()
+        if is_captured:
+            require_gradients([*parameters, *whole], present)
         device = [*parameters, *whole, *self._whole, *(one.sharded_param for one in self._split)][0].device
-        flags = torch.tensor(present, dtype=torch.int32).to(device, non_blocking=True)
+        flags = torch.ones(len(present), dtype=torch.int32, device=device)
+        if not all(present):
+            flags.copy_(torch.tensor(present, dtype=torch.int32))
         self._reduce(flags)
         for some in _by_dtype(whole):
             kind = gradient_dtype(some[0])
@@ -159,6 +167,15 @@ class GradientSync:
                 if count == 0:
                     parameter.grad = None
         self._finished = {id(each): weakref.ref(each.grad) for each in parameters if each.grad is not None}
+
+    def _join_streams(self) -> None:
+        """Makes the current stream wait for the streams on which FSDP2 gathers, as a capture requires at its end.
+
+        Those on which it reduces are waited for by FSDP2 itself, at the end of the backward.
+        """
+        context = self._modules[-1]._get_fsdp_state()._comm_ctx
+        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            context.device_handle.current_stream().wait_stream(stream)
 
     def _is_unchanged(self, parameter: nn.Parameter) -> bool:
         """Returns True if the gradient is the one of the last `finish`."""
