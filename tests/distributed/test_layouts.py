@@ -72,6 +72,8 @@ def assert_close(expected, found, limit):
         lists = {key: left.pop(key) for key in list(left) if isinstance(left[key], list)}
         for key, values in lists.items():
             assert right.pop(key) == pytest.approx(values, rel=limit)
+        for key in [key for key, value in left.items() if value is None]:  # not finite
+            assert (left.pop(key), right.pop(key)) == (None, None)
         assert right == pytest.approx(left, rel=limit)
 
 
