@@ -100,6 +100,11 @@ def cases_of_two_ranks(mesh):
     with torch.no_grad():
         model(*batch)
     found["split_after_evaluation"] = all(isinstance(p, DTensor) for n, p in model.named_parameters() if n != "scale")
+    kept = make_net()
+    shard_parameters(kept, mesh, settings=SplitSettings(reshard_after_forward=False), device=CPU)
+    with torch.no_grad():
+        kept(*batch)
+    found["split_after_evaluation"] &= all(isinstance(p, DTensor) for n, p in kept.named_parameters() if n != "scale")
     model(*batch)  # and no backward
     found["gathered_after_forward"] = not isinstance(model.embed.weight, DTensor)
     sync.finish()

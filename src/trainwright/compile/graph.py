@@ -90,6 +90,9 @@ class CapturedUpdater(Protocol):
     detector: Any
     """An AnomalyDetector of anomaly/detection.py, or None."""
 
+    def reshard(self) -> None:
+        """Frees parameters that code between steps has gathered: a captured step gathers them itself."""
+
     def take_postponed(self) -> list[tuple[str, Tensor | bool]]:
         """Returns the optimizers that the captured step left to be stepped."""
 
@@ -183,6 +186,7 @@ class GraphStep:
 
     def run(self, batch: Any, num_samples: int) -> StepOutcome:
         """Makes one update from one batch."""
+        self._updater.reshard()
         # The first update shows whether the loss counts labels, and may then be skipped.
         if not self._is_prepared or self._was_prepared_to_skip != self._updater.skips_updates:
             self._prepare_optimizers()

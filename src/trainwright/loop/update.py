@@ -502,6 +502,11 @@ class Updater:
 
         return closure
 
+    def reshard(self) -> None:
+        """Frees sharded parameters that are gathered: by a forward without a backward, for example in a hook."""
+        if self.sync is not None:
+            self.sync.reshard()
+
     def take_postponed(self) -> list[tuple[str, torch.Tensor | bool]]:
         """Returns the optimizers that a captured step leaves to be stepped, each with whether to skip."""
         postponed, self._postponed = self._postponed, []

@@ -122,6 +122,11 @@ class GradientSync:
         earlier = self._direct.get(parameter)
         self._direct[parameter] = gradient if earlier is None else earlier + gradient
 
+    def reshard(self) -> None:
+        """Frees all gathered parameters; does nothing for those that are sharded."""
+        for module in self._modules:
+            module.reshard()
+
     @torch.no_grad()
     def finish(self, *, is_captured: bool = False) -> None:
         """Completes the reduction of this update's gradients; collective. Parameters are sharded afterwards.
@@ -129,9 +134,8 @@ class GradientSync:
         Called after the last backward and before any gradient is read, for each update of a step. If the step
         `is_captured`, every trained parameter must have a gradient.
         """
-        for module in self._modules:
-            # A forward without a backward leaves its block gathered, and the update would not reach those weights.
-            module.reshard()
+        # A forward without a backward leaves its block gathered, and the update would not reach those weights.
+        self.reshard()
         if not self._groups:
             return
         if is_captured:
@@ -442,4 +446,6 @@ def _gather_for(model: nn.Module, name: str) -> None:
 
 def _reshard_without_backward(model: nn.Module, inputs: Any, outputs: Any) -> None:
     if not torch.is_grad_enabled():
-        model.reshard()  # type: ignore[operator]  # FSDP2 made it an FSDPModule
+        for module in model.modules():  # without reshard_after_forward the blocks stay gathered too
+            if isinstance(module, FSDPModule):
+                module.reshard()
