@@ -1,6 +1,6 @@
 """Graph mode with the code of several ranks, captured on one GPU.
 
-Two ranks cannot share a GPU under NCCL, so the second rank is imagined. `replicate` runs with an NCCL group of this rank
+Two ranks cannot share a GPU under NCCL: the second rank is imagined. `replicate` runs with an NCCL group of this rank
 alone, whose collectives are captured and replayed. `fsdp` runs with torch's fake group of two ranks and FSDP2's own
 streams, buffers and hooks; the second rank's shards are copies of the first's. What a layout computes is tested with
 real ranks in tests/distributed/test_modes.py; here only the capture is: a run in graph mode is the run of the same
@@ -8,6 +8,7 @@ kernels, launched one by one.
 """
 
 import json
+from typing import ClassVar
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ class Tokens(torch.utils.data.Dataset):
 
 
 class Words(Trainer):
-    options: dict = {}
+    options: ClassVar[dict[str, object]] = {}
 
     @classmethod
     def build_model(cls, build):
@@ -127,7 +128,7 @@ class Words(Trainer):
 
 
 class Untied(Words):
-    options = {"tie_embeddings": False}
+    options: ClassVar[dict[str, object]] = {"tie_embeddings": False}
 
 
 class Unused(Words):

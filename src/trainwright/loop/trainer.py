@@ -1735,6 +1735,7 @@ class Trainer:
             owners=owners,
             users=user_files_of(self.config.project_dir, owners),
             keeps_training_outputs=self._keeps_outputs,
+            sums_gradients=self.ranks.mesh.size("replicate") > 1 and not self.ranks.mesh.is_split,
         )
 
     def _make_gather_mixed(self) -> GatherMixed | nullcontext[None]:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 LABEL = "compile_repeated_blocks"
 KEYS = ("path", "backend")
-APART = "a block of model.compile_repeated_blocks is compiled by itself"
+APART = "this block is compiled by itself"
 """torch's reason for a graph that ends where such a block begins."""
 _EXPECTED = "the path of a list of blocks, such as model.layers"
 _PLAIN = (Tensor, bool, int, float, str, type(None))
@@ -96,17 +96,33 @@ def compile_gathered(model: nn.Module, backend: str) -> bool:
     blocks = [each for each in model.modules() if isinstance(each, FSDPModule)]
     if not blocks:
         return False
+    is_outer = [any(isinstance(each, FSDPModule) for each in block.modules() if each is not block) for block in blocks]
+    _compile_each([block for block, outer in zip(blocks, is_outer, strict=True) if not outer], backend)
+    return True
+
+
+def compile_blocks(model: nn.Module, backend: str) -> None:
+    """Compiles each block of a replicated model by itself, for `keep_apart`; layers without submodules are no blocks.
+
+    The backward of one graph gives all gradients at its end. With a graph for each block, the gradients of the last
+    blocks are summed over ranks while those of the first are computed.
+    """
+    from trainwright.parallel.fully_shard import find_blocks  # imports much of torch
+
+    _compile_each([block for block in find_blocks(model) if next(block.children(), None) is not None], backend)
+
+
+def _compile_each(blocks: list[nn.Module], backend: str) -> None:
+    """Compiles blocks that are not compiled yet; equal ones share a graph."""
     graphs: dict[str, _Graph] = {}
     for block in blocks:
-        is_outer = any(isinstance(each, FSDPModule) for each in block.modules() if each is not block)
-        if is_outer or has_around(block, Compiled):
+        if has_around(block, Compiled):
             continue
         kind = f"{type(block).__name__} {_structure(block)}"
         name = f"{type(block).__name__}_{len(graphs)}"
         is_recomputed = has_around(block, Recomputed)
         graph = graphs.setdefault(kind, _Graph(name, backend, is_recomputed=is_recomputed, is_whole=False))
         put_around(block, partial(Compiled, graph=graph))
-    return True
 
 
 def choose_stacks(
