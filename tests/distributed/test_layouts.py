@@ -147,8 +147,8 @@ def test_names_that_some_ranks_put_are_averaged_over_those(folder, name, layout)
         assert ("odd_steps" in line) == (line["step"] % 2 == 0)
 
 
-@pytest.mark.parametrize(("name", "layout"), cases("metrics", "lora", "frozen", "streamed", "dropout"))
-def test_metrics_adapters_frozen_parameters_and_streams_are_as_in_one_process(folder, name, layout):
+@pytest.mark.parametrize(("name", "layout"), cases("metrics", "lora", "frozen", "streamed", "dropout", "graphed"))
+def test_metrics_adapters_frozen_parameters_streams_and_graphs_are_as_in_one_process(folder, name, layout):
     assert_like_one(folder, layout, name)
 
 

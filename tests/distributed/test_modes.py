@@ -3,6 +3,8 @@
 Real ranks and the whole loop; the runs are mode_cases.py's.
 """
 
+import json
+
 import pytest
 import torch
 from tests.distributed.forked_launch import launch_well
@@ -42,6 +44,14 @@ CASES = [
 @pytest.mark.parametrize(("name", "one"), CASES, ids=[name for name, _ in CASES])
 def test_every_mode_makes_the_updates_of_one_process(folder, axis, name, one):
     assert_like_one(folder, axis, name, one=one, limit=1e-9)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_blocks_that_are_compiled_by_themselves_are_not_reported_as_breaks(folder, axis):
+    read = [json.loads(line) for line in (folder / axis / "compile/metrics.json").read_text().splitlines()]
+    compiled = [line for line in read if line.get("compile/graphs")]
+    assert compiled
+    assert all(line.get("compile/graph_breaks", 0) == 0 for line in compiled)
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -121,7 +121,7 @@ def compiled_nodes(loss):
 
 
 def compiled_updates(mesh):
-    """Trains compiled blocks; returns the compiled backwards of a loss, how many sums ran beside them, and gradients."""
+    """Trains compiled blocks; returns the compiled backwards, how many sums ran beside them, and the gradients."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), mesh=mesh)
     torch.manual_seed(0)
     model = Llama(vocab_size=23, hidden_size=16, num_layers=3, num_heads=2).double()
