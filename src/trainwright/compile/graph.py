@@ -41,6 +41,7 @@ from trainwright.optim.device_step import (
 )
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split
+from trainwright.parallel.replicate import MissingGradientError
 from trainwright.tracebacks import user_location
 
 logger = logging.getLogger(__name__)
@@ -201,7 +202,7 @@ class GraphStep:
                 self._step_tensor.read(self._read_progress()[0])
             self._num_replays += 1
             try:
-                with _explain_host_reads():
+                with self._explaining():
                     outputs = graph.recording.replay(inputs)
             except (IndexError, RuntimeError) as error:
                 self._fail_eagerly(batch, error)
@@ -354,7 +355,7 @@ class GraphStep:
         guard = MutationGuard(self._guarded)
         self._step_tensor.read(self._read_progress()[0])  # filled: the captured step reads it as it is
         self._step_tensor.was_read = False
-        with _explain_host_reads():
+        with self._explaining():
             recording, values = self._backend.record(run, inputs, parameters=parameters)
         state_changes = guard.reject_changes()
         rate_of = next((name for name, rate in updater.rates.items() if rate is outputs.rate), None)
@@ -382,6 +383,27 @@ class GraphStep:
             self._storage.end_recording()
             self._updater.take_postponed()
 
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Explains why a step cannot be captured: the host reads a value, or a gradient is missing on this rank."""
+        try:
+            yield
+        except HostReadError as error:
+            raise TrainwrightError(
+                f"runtime.mode graph: this step cannot be captured. {error.problem} Keep values on the device, move "
+                "code for the host into a hook, or use mode compile.",
+                where=user_location(error),
+            ) from error
+        except MissingGradientError as error:
+            missing = {id(parameter) for parameter in error.parameters}
+            names = [name for name, each in self._guarded.trainer.model.named_parameters() if id(each) in missing]
+            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise TrainwrightError(
+                f"runtime.mode graph: {shown} got no gradient in this step on this rank. A graph of several ranks "
+                "cannot follow which ranks have one. Use every trained parameter in each step, freeze the others "
+                "(model.freeze), or use mode compile."
+            ) from error
+
     def _finish(self, graph: _Graph, values: list[Tensor], *, is_first: bool = False) -> StepOutcome:
         """Does on the host what `train_step` would have done with the values of a replay."""
         updater = self._updater
@@ -408,19 +430,6 @@ class GraphStep:
                 "runtime.mode graph: the metrics %s are not tensors, so they keep the values of the captured step.",
                 ", ".join(constant),
             )
-
-
-@contextmanager
-def _explain_host_reads() -> Iterator[None]:
-    """Raises with the user's line if a step that is captured reads something on the host."""
-    try:
-        yield
-    except HostReadError as error:
-        raise TrainwrightError(
-            f"runtime.mode graph: this step cannot be captured. {error.problem} Keep values on the device, move code "
-            "for the host into a hook, or use mode compile.",
-            where=user_location(error),
-        ) from error
 
 
 def _take_apart(batch: Any, num_samples: int) -> tuple[list[Tensor], _Signature | None, Fill]:

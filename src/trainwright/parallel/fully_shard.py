@@ -328,7 +328,7 @@ def shard_parameters(
     # The backward frees the model; an evaluation has none, and averaged weights would stay gathered.
     model.register_forward_hook(torch.compiler.disable(_reshard_without_backward))  # type: ignore[no-untyped-call]
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    kept = [each for each in modules if settings.gather_dtype is not None and _has_running_statistics(each)]  # type: ignore[arg-type]
+    kept = [each for each in modules if settings.gather_dtype is not None and _has_running_statistics(each)]
     if kept:
         logger.info(
             "%d of %d sharded modules have running statistics (BatchNorm): their parameters are gathered in their own "
@@ -414,7 +414,7 @@ def _has_running_statistics(module: nn.Module) -> bool:
     """Returns True if a module has a BatchNorm outside of its sharded blocks: torch requires one dtype for its weights
     and statistics."""
     blocks = (each for each in module.modules() if isinstance(each, FSDPModule) and each is not module)
-    inside = {each for block in blocks for each in block.modules()}  # type: ignore[attr-defined]  # they are modules
+    inside = {each for block in blocks for each in block.modules()}
     own = (each for each in module.modules() if each not in inside)
     return any(isinstance(getattr(each, "running_mean", None), torch.Tensor) for each in own)
 

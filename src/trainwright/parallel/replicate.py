@@ -182,6 +182,14 @@ def num_copies(parameter: torch.Tensor, mesh: Mesh) -> int:
     return copies
 
 
+class MissingGradientError(Exception):
+    """A captured step has trained parameters without a gradient; compile/graph.py explains it with their names."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(f"{len(parameters)} trained parameters have no gradient")
+        self.parameters = parameters
+
+
 def require_gradients(parameters: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
     """Raises for parameters without a gradient in a step that is captured.
 
@@ -189,12 +197,7 @@ def require_gradients(parameters: Sequence[torch.Tensor], present: Sequence[bool
     """
     missing = [parameter for parameter, has_gradient in zip(parameters, present, strict=True) if not has_gradient]
     if missing:
-        number = f"{len(missing)} trained parameters have" if len(missing) > 1 else "a trained parameter has"
-        raise TrainwrightError(
-            f"runtime.mode graph: {number} no gradient on this rank, the first of shape {list(missing[0].shape)}. A "
-            "graph of several ranks cannot follow which ranks have one. Use every trained parameter in each step, "
-            "freeze the unused ones (model.freeze), or use mode compile."
-        )
+        raise MissingGradientError(missing)
 
 
 FIRST_BYTES = 2**20
