@@ -143,7 +143,7 @@ class ReturnsShard(Graphed):
 PLAIN = ("data.eval={}", "evaluation={}")
 EVALUATED = ("evaluation={every_steps: 4, batch_size: 4}", "checkpoint.every_steps=5")
 MARKED = (*PLAIN, "data.train.type=mode_cases.py:MarkedRows", "checkpoint.every_steps=3")
-COMPILED = {"compile": ("runtime.compile_backend=aot_eager",)}
+COMPILED = {"compile": ("runtime.compile_backend=aot_eager", "runtime.max_graph_breaks=0")}
 FUSED = "model.fused_loss=true"
 BF16 = (*PLAIN, "runtime.precision=bf16", "trainer.micro_batch_size=4")
 

@@ -79,7 +79,7 @@ def imagine(tmp_path, monkeypatch):
 
     def open_group(axis):
         if axis == "replicate":
-            backend = "nccl" if DEVICE == "cuda" else "gloo"
+            backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
             dist.init_process_group(backend, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
             mesh = OneReplica({**ALONE, "replicate": 2})
         else:
