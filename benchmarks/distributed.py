@@ -8,6 +8,10 @@ the two take turns, step after step, in the same processes, because the machine'
 of the ratios of neighbouring steps. Bytes are those of the collectives that torch was asked for, of whole tensors;
 the least is what the layout needs: the gradients summed once (DDP), or the parameters gathered for the forward, those
 of the blocks again for the backward, and the gradients reduced once (FSDP2).
+
+    python benchmarks/distributed.py --messages [--output FILE]
+
+counts the messages of one update in every mode, and compares them with a formula; it measures no time.
 """
 
 from __future__ import annotations
@@ -84,8 +88,8 @@ class HandWritten:
         self.optimizer.step()
 
 
-def ours(folder, layout, steps, hooks_of):
-    """Builds our run of this layout."""
+def ours(folder, layout, steps, hooks_of, **runtime):
+    """Builds our run of this layout; `runtime` has further settings."""
     from trainwright import RunConfig, Trainer, build_trainer
 
     settings = {
@@ -101,9 +105,9 @@ def ours(folder, layout, steps, hooks_of):
         },
         "checkpoint": {"every_steps": None},
         "writers": ["json"],
-        "runtime": {"device": "cpu", "mesh": {"replicate" if layout == "one" else layout: -1}},
+        "runtime": {"device": "cpu", "mesh": {"replicate" if layout == "one" else layout: -1}, **runtime},
     }
-    path = Path(folder) / f"{layout}.yaml"
+    path = Path(folder) / f"{'-'.join([layout, *map(str, runtime.values())])}.yaml"
     if os.environ.get("RANK", "0") == "0":
         path.write_text(yaml.safe_dump(settings))
     if dist.is_initialized():
@@ -184,6 +188,67 @@ def bytes_of_a_step(folder, layout):
     return {"sent": sent, "least": least, "collectives": table}
 
 
+MODES = {
+    "eager": {"mode": "eager"},
+    "compile": {"mode": "compile", "compile_backend": "aot_eager"},
+    "graph": {"mode": "graph"},
+}
+REPLAYED = 5
+"""The update that is counted: in graph mode two warm up, and the third is captured."""
+
+
+def messages_of_a_step(folder, layout, mode, gathered):
+    """Returns number and bytes of each kind of message of one update in bf16, and those of the formula."""
+    from trainwright import Hook
+    from trainwright.analysis.shard import CollectiveRecorder
+
+    class Record(Hook):
+        def before_step(self):
+            if self.trainer.step == REPLAYED:
+                self.recorder = CollectiveRecorder(self.trainer.ranks.mesh)
+                self.recorder.__enter__()
+
+        def after_step(self):
+            if self.trainer.step == REPLAYED + 1:
+                self.recorder.__exit__(None, None, None)
+
+    record = Record()
+    precision = {"precision": "bf16"} if gathered is None else {"precision": "bf16", "gather_precision": gathered}
+    trainer = ours(folder, layout, REPLAYED + 1, lambda: [record], **MODES[mode], **precision)
+    sizes = {name: each.numel() for name, each in trainer.model.named_parameters()}
+    every, in_blocks = sum(sizes.values()), sum(size for name, size in sizes.items() if ".layers." in name)
+    trainer.train()
+    found = {each.kind: (each.count, each.num_bytes) for each in record.recorder.found}
+    # The sums of losses and of their weights (float64), and one flag for each parameter; with shards also the norm.
+    small = 16 + 4 * len(sizes)
+    if layout == "replicate":
+        owned = trainer._updater.owned_by(tuple(trainer.optimizers))
+        return found, {"all-reduce": (len(owned.gradient_sum._buckets) + 2, 4 * every + small)}
+    width = 4 if gathered == "fp32" else 2
+    return found, {
+        "all-gather": (1 + 2 * LAYERS, width * (every + in_blocks)),
+        "reduce-scatter": (1 + LAYERS, 4 * every),
+        "all-reduce": (3, small + 8),
+    }
+
+
+def count_messages(folder):
+    """What each process does with --messages."""
+    rows = []
+    for layout, gathered in (("replicate", None), ("fsdp", "fp32"), ("fsdp", None)):
+        for mode in MODES:
+            found, formula = messages_of_a_step(folder, layout, mode, gathered)
+            assert found == formula, (layout, mode, gathered, found, formula)
+            kinds = ("all-gather", "reduce-scatter", "all-reduce")
+            cells = [f"{found[kind][0]}: {found[kind][1]:,}" if kind in found else "–" for kind in kinds]
+            gathered_as = "–" if layout == "replicate" else gathered or "bf16 (default)"
+            rows.append(f"| {layout} 2 | {mode} | {gathered_as} | {' | '.join(cells)} | equal |")
+    if dist.get_rank() == 0:
+        (Path(folder) / "found.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def memory_of_a_rank(folder, layout):
     """Returns what parameters, gradients and optimizer state hold on this rank after a few steps, in bytes."""
     from trainwright.parallel.mesh import local
@@ -233,24 +298,49 @@ def report(found, one):
     return lines
 
 
+def report_messages(rows, output):
+    """Prints the messages of every mode, and writes them to a file."""
+    lines = [
+        "| layout | mode | gathered as | all-gathers: bytes | reduce-scatters: bytes | all-reduces: bytes | formula |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+    ]
+    print("\n".join(lines))
+    if output:
+        write_section(output, "# Messages of one update", "python benchmarks/distributed.py --messages", lines)
+
+
+def write_section(path, heading, command, lines):
+    """Writes a section of a report, in place of an earlier one with this heading."""
+    text = path.read_text() if path.exists() else ""
+    others = [f"# {each.strip()}\n" for each in f"\n{text}".split("\n# ") if each.strip()]
+    kept = [each for each in others if not each.startswith(f"{heading}\n")]
+    path.write_text("\n".join([*kept, "\n".join([heading, "", f"`{command}`", "", *lines, ""])]))
+
+
 def main():
     """Launches two processes, then prints what they found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--messages", action="store_true", help="count the messages of every mode instead")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.one:
         print(memory_of_a_rank(Path(chosen.folder), "one"))
         return
     if chosen.folder:
-        work(chosen.folder, chosen.steps)
+        count_messages(chosen.folder) if chosen.messages else work(chosen.folder, chosen.steps)
         return
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"  # the key that signs run folders
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        subprocess.run([*launch, __file__, "--folder", folder, "--steps", str(chosen.steps)], check=True)
+        counts = ["--messages"] if chosen.messages else []
+        subprocess.run([*launch, __file__, "--folder", folder, "--steps", str(chosen.steps), *counts], check=True)
+        if chosen.messages:
+            report_messages(json.loads((Path(folder) / "found.json").read_text()), chosen.output)
+            return
         alone = [sys.executable, __file__, "--folder", folder, "--one"]
         one = int(subprocess.run(alone, check=True, capture_output=True, text=True).stdout.split()[-1])
         found = json.loads((Path(folder) / "found.json").read_text())
@@ -267,8 +357,7 @@ def main():
         )
     if chosen.output:
         command = f"python benchmarks/distributed.py --steps {chosen.steps}"
-        text = "\n".join(["# Two processes on the CPU", "", f"`{command}`", "", *lines, ""])
-        chosen.output.write_text(text)
+        write_section(chosen.output, "# Two processes on the CPU", command, lines)
 
 
 if __name__ == "__main__":

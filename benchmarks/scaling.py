@@ -132,7 +132,7 @@ def config_of(model: str, mesh: dict[str, int]) -> RunConfig:
                 "max_grad_norm": 1.0,
                 "optimizer": {"type": "adamw"},
             },
-            "runtime": {"device": "cuda", "precision": "bf16", "gather_precision": "bf16", "mesh": mesh},
+            "runtime": {"device": "cuda", "precision": "bf16", "mesh": mesh},
         }
     )
 

@@ -289,5 +289,5 @@ def test_the_page_on_clusters_works_and_its_layouts_agree(in_tmp, monkeypatch, c
         reader.read([block])
         if not block[0]:
             assert reader.exit_code == 0, reader.shown
-    for layout in ("tensor", "context", "pipeline", "ruled"):
+    for layout in ("tensor", "context", "pipeline", "ruled", "graph", "compiled"):
         assert losses_of(layout) == pytest.approx(losses_of("small")[:4], rel=1e-5)

@@ -187,6 +187,11 @@ TABLE = {
         files=("parallel/fully_shard.py",),
     ),
     **names(
+        "A capture must be joined by the streams on which FSDP2 gathers, which have no public access.",
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState:_comm_ctx",
+        files=("parallel/fully_shard.py",),
+    ),
+    **names(
         "FSDP2 copies requires_grad of a parameter once; a run may freeze and unfreeze it.",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup:_init_mp_dtypes",
         files=("parallel/fully_shard.py",),

@@ -304,6 +304,7 @@ CASES = {
         ("replicate", "fsdp", "tensor"),
         (*TWO_STEPS, "runtime.mode=compile", "runtime.compile_backend=aot_eager"),
     ),
+    "graphed": Case(("replicate-fsdp",), (*PLAIN[:2], "trainer.max_steps=5", "runtime.mode=graph")),
     "bf16": Case(("fsdp",), (*PLAIN, "runtime.precision=bf16"), LanguageModelTrainer),
     "fp16": Case(("fsdp",), (*PLAIN, "runtime.precision=fp16"), LanguageModelTrainer),
 }

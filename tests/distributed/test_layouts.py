@@ -72,6 +72,8 @@ def assert_close(expected, found, limit):
         lists = {key: left.pop(key) for key in list(left) if isinstance(left[key], list)}
         for key, values in lists.items():
             assert right.pop(key) == pytest.approx(values, rel=limit)
+        for key in [key for key, value in left.items() if value is None]:  # not finite
+            assert (left.pop(key), right.pop(key)) == (None, None)
         assert right == pytest.approx(left, rel=limit)
 
 
@@ -145,8 +147,8 @@ def test_names_that_some_ranks_put_are_averaged_over_those(folder, name, layout)
         assert ("odd_steps" in line) == (line["step"] % 2 == 0)
 
 
-@pytest.mark.parametrize(("name", "layout"), cases("metrics", "lora", "frozen", "streamed", "dropout"))
-def test_metrics_adapters_frozen_parameters_and_streams_are_as_in_one_process(folder, name, layout):
+@pytest.mark.parametrize(("name", "layout"), cases("metrics", "lora", "frozen", "streamed", "dropout", "graphed"))
+def test_metrics_adapters_frozen_parameters_streams_and_graphs_are_as_in_one_process(folder, name, layout):
     assert_like_one(folder, layout, name)
 
 

@@ -100,6 +100,11 @@ def cases_of_two_ranks(mesh):
     with torch.no_grad():
         model(*batch)
     found["split_after_evaluation"] = all(isinstance(p, DTensor) for n, p in model.named_parameters() if n != "scale")
+    kept = make_net()
+    shard_parameters(kept, mesh, settings=SplitSettings(reshard_after_forward=False), device=CPU)
+    with torch.no_grad():
+        kept(*batch)
+    found["split_after_evaluation"] &= all(isinstance(p, DTensor) for n, p in kept.named_parameters() if n != "scale")
     model(*batch)  # and no backward
     found["gathered_after_forward"] = not isinstance(model.embed.weight, DTensor)
     sync.finish()
@@ -327,6 +332,53 @@ def test_a_block_that_runs_several_times_gets_all_of_its_gradient(tmp_path):
 
 def whole_gradient(parameter):
     return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+
+
+class Normed(nn.Module):
+    """A block with running statistics, whose weights must have their dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.inside(x).float()).to(x.dtype)
+
+
+class SomeNormed(nn.Module):
+    """A block with running statistics, one without, and a layer around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([Normed(), Block(4, 5)])
+
+    def forward(self, x):
+        hidden = self.first(x)
+        seen = [hidden.dtype, self.first.weight.dtype]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.float().square().mean(), seen
+
+
+def test_running_statistics_keep_the_dtype_of_their_block(tmp_path):
+    def act(mesh):
+        model, seen = SomeNormed(), []
+        sync = shard_parameters(model, mesh, settings=SplitSettings(gather_dtype=torch.bfloat16), device=CPU)
+        for block, name in zip(model.layers, ("inside", "up"), strict=True):
+            layer = getattr(block, name)
+            layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.dtype))
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss, dtypes = model(torch.randn(6, 4))
+        loss.backward()
+        sync.finish()
+        return dtypes, seen, [local(each.grad).dtype for each in model.parameters() if each.grad is not None]
+
+    for dtypes, seen, gradients in on_ranks(tmp_path, {"fsdp": 2}, act):
+        assert dtypes == [torch.bfloat16, torch.bfloat16]
+        assert seen == [torch.float32, torch.bfloat16]
+        assert set(gradients) == {torch.float32}
 
 
 def test_parameters_can_be_gathered_in_another_dtype_and_keep_their_own(tmp_path):

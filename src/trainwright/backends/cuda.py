@@ -58,6 +58,7 @@ class CudaGraph:
         except BaseException:
             # A failed capture leaves the generator in capture mode, in which it draws no numbers outside of a graph.
             generator.graphsafe_set_state(before)
+            del self._graph  # the traceback keeps this object, and NCCL cannot close a group that a graph uses
             raise
         warn_of_constants(self._outputs, stream.device)
         # Each graph writes its own gradients, and the optimizers after a replay read those of the parameters.

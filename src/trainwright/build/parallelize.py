@@ -224,7 +224,7 @@ def _fsdp_settings(config: RunConfig, mesh: Mesh) -> Any:
             "the pipeline.",
             where=config.origin("runtime.accumulate_unsharded"),
         )
-    if runtime.gather_precision == "bf16" and runtime.precision not in ("bf16", "fp8"):
+    if runtime.gather_precision == "bf16" and gather_dtype(runtime.precision) is None:
         raise ConfigError(
             f"runtime.gather_precision: bf16 gathers parameters as bf16, but runtime.precision is {runtime.precision}: "
             "layers would get two dtypes. Set runtime.precision: bf16, or remove gather_precision.",
@@ -233,5 +233,13 @@ def _fsdp_settings(config: RunConfig, mesh: Mesh) -> Any:
     return SplitSettings(
         reshard_after_forward=runtime.reshard_after_forward,
         accumulate_unsharded=runtime.accumulate_unsharded,
-        gather_dtype={None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[runtime.gather_precision],
+        gather_dtype=torch.float32 if runtime.gather_precision == "fp32" else gather_dtype(runtime.precision),
     )
+
+
+def gather_dtype(precision: str) -> torch.dtype | None:
+    """Returns the dtype in which FSDP gathers parameters in a run of this precision; None: their own.
+
+    Under autocast matrix products round weights to bf16 anyway. fp16 has too small a range for some weights.
+    """
+    return torch.bfloat16 if precision in ("bf16", "fp8") else None

@@ -72,8 +72,8 @@ def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
     else:
         found.append("more data ranks (--world, with runtime.mesh: {fsdp: -1})")
     is_bf16 = planned_precision(config) in ("bf16", "fp8")
-    if is_bf16 and config.runtime.gather_precision != "bf16" and axes.get("fsdp", 1) > 1:
-        found.append("gather weights as bf16 (runtime.gather_precision: bf16)")
+    if is_bf16 and config.runtime.gather_precision == "fp32" and axes.get("fsdp", 1) > 1:
+        found.append("gather weights as bf16 (remove runtime.gather_precision)")
     if axes.get("tensor", 1) == 1:
         found.append("split layers too (runtime.mesh.tensor, within one machine)")
     return "; ".join(found)

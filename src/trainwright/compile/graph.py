@@ -2,6 +2,9 @@
 
 The first updates of a shape warm up; then Python runs once more, captured. On a CPU the step runs eagerly each time,
 under the same guards (guards.py). The trainer passes its `train_step`; this module knows no trainer.
+
+With several ranks a graph contains the collectives of its step. Each rank decides alone whether it warms up, captures
+or replays: every one of these runs the collectives of the step once, in the same order, so the ranks need not agree.
 """
 
 from __future__ import annotations
@@ -37,12 +40,17 @@ from trainwright.optim.device_step import (
     sync_captured_rates,
 )
 from trainwright.parallel.collectives import Ranks
+from trainwright.parallel.mesh import is_split
+from trainwright.parallel.replicate import MissingGradientError
 from trainwright.tracebacks import user_location
 
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 8
 """Shapes of batches that are captured; each graph has its own memory on a GPU. Other shapes run eagerly."""
+
+GRAPH_AXES = ("replicate", "fsdp")
+"""The mesh axes whose collectives a graph may contain."""
 
 MAX_SHAPES = 256
 """Shapes of batches that are counted; beyond that the oldest are dropped."""
@@ -82,6 +90,9 @@ class CapturedUpdater(Protocol):
     skips_updates: bool
     detector: Any
     """An AnomalyDetector of anomaly/detection.py, or None."""
+
+    def reshard(self) -> None:
+        """Frees parameters that code between steps has gathered: a captured step gathers them itself."""
 
     def take_postponed(self) -> list[tuple[str, Tensor | bool]]:
         """Returns the optimizers that the captured step left to be stepped."""
@@ -147,8 +158,12 @@ class GraphStep:
         read_weight: Callable[[], Any],
         read_progress: Callable[[], tuple[int, ...]],
         has_user_code_between_steps: bool,
+        is_alone: bool = True,
     ) -> None:
-        """`read_progress` returns the completed steps, then numbers that change when user code has run."""
+        """`read_progress` returns the completed steps, then numbers that change when user code has run.
+
+        `is_alone` is True for a single process.
+        """
         self._train_step = train_step
         self._backend = backend
         self._capture = capture
@@ -159,6 +174,7 @@ class GraphStep:
         self._read_weight = read_weight
         self._read_progress = read_progress
         self._compares_always = has_user_code_between_steps
+        self._is_alone = is_alone
         self._graphs: dict[_Signature, _Graph] = {}
         self._num_runs: dict[_Signature, int] = {}
         self._is_prepared = self._was_prepared_to_skip = False
@@ -171,6 +187,7 @@ class GraphStep:
 
     def run(self, batch: Any, num_samples: int) -> StepOutcome:
         """Makes one update from one batch."""
+        self._updater.reshard()
         # The first update shows whether the loss counts labels, and may then be skipped.
         if not self._is_prepared or self._was_prepared_to_skip != self._updater.skips_updates:
             self._prepare_optimizers()
@@ -185,7 +202,7 @@ class GraphStep:
                 self._step_tensor.read(self._read_progress()[0])
             self._num_replays += 1
             try:
-                with _explain_host_reads():
+                with self._explaining():
                     outputs = graph.recording.replay(inputs)
             except (IndexError, RuntimeError) as error:
                 self._fail_eagerly(batch, error)
@@ -200,8 +217,17 @@ class GraphStep:
         """Drops all graphs; the next updates warm up again. Called after a rollback: optimizers hold other tensors."""
         self._graphs, self._num_runs, self._is_prepared = {}, {}, False
 
+    def close(self) -> None:
+        """Drops all graphs. Called at the end of training: NCCL cannot close a group whose collectives a graph has."""
+        self._graphs.clear()
+
     def _fail_eagerly(self, batch: Any, error: Exception) -> NoReturn:
-        """Runs a step whose replay failed eagerly: it then fails with the user's line, and is explained."""
+        """Runs a step whose replay failed eagerly: it then fails with the user's line, and is explained.
+
+        With several ranks the error itself is raised: the others would wait for the collectives of a second run.
+        """
+        if not self._is_alone:
+            raise error
         try:
             self._train_step(batch)
         except Exception as explained:
@@ -329,7 +355,7 @@ class GraphStep:
         guard = MutationGuard(self._guarded)
         self._step_tensor.read(self._read_progress()[0])  # filled: the captured step reads it as it is
         self._step_tensor.was_read = False
-        with _explain_host_reads():
+        with self._explaining():
             recording, values = self._backend.record(run, inputs, parameters=parameters)
         state_changes = guard.reject_changes()
         rate_of = next((name for name, rate in updater.rates.items() if rate is outputs.rate), None)
@@ -357,6 +383,27 @@ class GraphStep:
             self._storage.end_recording()
             self._updater.take_postponed()
 
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Explains why a step cannot be captured: the host reads a value, or a gradient is missing on this rank."""
+        try:
+            yield
+        except HostReadError as error:
+            raise TrainwrightError(
+                f"runtime.mode graph: this step cannot be captured. {error.problem} Keep values on the device, move "
+                "code for the host into a hook, or use mode compile.",
+                where=user_location(error),
+            ) from error
+        except MissingGradientError as error:
+            missing = {id(parameter) for parameter in error.parameters}
+            names = [name for name, each in self._guarded.trainer.model.named_parameters() if id(each) in missing]
+            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise TrainwrightError(
+                f"runtime.mode graph: {shown} got no gradient in this step on this rank. A graph of several ranks "
+                "cannot follow which ranks have one. Use every trained parameter in each step, freeze the others "
+                "(model.freeze), or use mode compile."
+            ) from error
+
     def _finish(self, graph: _Graph, values: list[Tensor], *, is_first: bool = False) -> StepOutcome:
         """Does on the host what `train_step` would have done with the values of a replay."""
         updater = self._updater
@@ -383,19 +430,6 @@ class GraphStep:
                 "runtime.mode graph: the metrics %s are not tensors, so they keep the values of the captured step.",
                 ", ".join(constant),
             )
-
-
-@contextmanager
-def _explain_host_reads() -> Iterator[None]:
-    """Raises with the user's line if a step that is captured reads something on the host."""
-    try:
-        yield
-    except HostReadError as error:
-        raise TrainwrightError(
-            f"runtime.mode graph: this step cannot be captured. {error.problem} Keep values on the device, move code "
-            "for the host into a hook, or use mode compile.",
-            where=user_location(error),
-        ) from error
 
 
 def _take_apart(batch: Any, num_samples: int) -> tuple[list[Tensor], _Signature | None, Fill]:
@@ -458,6 +492,12 @@ def _reject_gradients(batch: Any) -> NoReturn:
 def _reader(value: Any, tensors: list[Tensor]) -> Fill:
     """Returns a function that rebuilds `value` from the tensors of a replay; adds its own tensors to `tensors`."""
     if isinstance(value, Tensor):
+        if is_split(value):
+            raise TrainwrightError(
+                f"runtime.mode graph: the step returns or puts a sharded tensor (a DTensor of shape "
+                f"{list(value.shape)}), which a replay cannot copy. Use its full value, value.full_tensor(), or mode "
+                "compile."
+            )
         index = len(tensors)
         tensors.append(value.detach())
         return lambda given: given[index]
@@ -487,10 +527,12 @@ def reject_ungraphable(config: RunConfig, ranks: Ranks) -> None:
             "mode compile.",
             where=where,
         )
-    if ranks.size > 1:
-        axes = ", ".join(f"{axis}: {size}" for axis, size in ranks.mesh.sizes.items() if size > 1)
+    others = [axis for axis, size in ranks.mesh.sizes.items() if size > 1 and axis not in GRAPH_AXES]
+    if others:
+        axis = others[0]
         raise ConfigError(
-            f"runtime.mode graph supports a single process, but this run has {ranks.size} ({axes}). Communication "
-            "between ranks is not captured. Use mode compile.",
+            f"runtime.mode graph supports several processes along {' and '.join(GRAPH_AXES)}, but this run has "
+            f"{ranks.mesh.size(axis)} along {axis}, whose collectives inside of layers are not captured. Use mode "
+            "compile, or other axes of runtime.mesh.",
             where=where,
         )

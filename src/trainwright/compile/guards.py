@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from trainwright.errors import TrainwrightError
 from trainwright.optim.device_step import has_step_hooks
+from trainwright.parallel.mesh import is_split, local
 from trainwright.user_code.locations import is_user_code
 from trainwright.user_code.mutations import line_of_change
 
@@ -123,6 +124,7 @@ class Fingerprint:
                 self._add_content(f"trainer.{name}", value)
         self._add_classes()
         self._guarded_tensors = [tensor for _, tensor in self._tensors]
+        self._has_shards = any(map(is_split, self._guarded_tensors))
         self._values, self._names, self._addresses = self._read(), self._name(), self._read_addresses()
 
     def _read(self) -> list[Any]:
@@ -164,7 +166,9 @@ class Fingerprint:
 
     def _read_addresses(self) -> list[int]:
         """Returns the addresses of parameters and buffers, then which of them require gradients."""
-        return [*map(Tensor.data_ptr, self._guarded_tensors), *map(_REQUIRES_GRAD, self._guarded_tensors)]
+        tensors = self._guarded_tensors
+        held = [local(each) for each in tensors] if self._has_shards else tensors
+        return [*map(Tensor.data_ptr, held), *map(_REQUIRES_GRAD, tensors)]
 
     def _add_modules(self, label: str, root: Any, *, is_root: bool = False) -> None:
         if not isinstance(root, nn.Module):

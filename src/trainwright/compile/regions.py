@@ -32,7 +32,7 @@ from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.events import EventStorage, Mean
 from trainwright.memory.activation_checkpointing import Recomputed
 from trainwright.memory.module_paths import has_around
-from trainwright.memory.repeated_blocks import compile_gathered, keep_apart, known_backend
+from trainwright.memory.repeated_blocks import compile_blocks, compile_gathered, keep_apart, known_backend
 from trainwright.tracebacks import shown_path
 from trainwright.user_code.locations import UserFiles
 
@@ -175,11 +175,13 @@ class CompiledForward:
         owners: Iterable[Any],
         users: UserFiles,
         keeps_training_outputs: bool = True,
+        sums_gradients: bool = False,
     ) -> None:
         """`owners` are searched for the forward that the user wrote: trainer, task, model.
 
         Without `keeps_training_outputs` only the names of the outputs leave the training region: logits that leave a
-        graph are kept in memory.
+        graph are kept in memory. With `sums_gradients` each block is a graph of its own, so that the sum of gradients
+        over replicas overlaps with the backward.
         """
         runtime = config.runtime
         backend = check_compile_backend(config) or _BACKEND
@@ -191,6 +193,8 @@ class CompiledForward:
         self._max_breaks = runtime.max_graph_breaks
         self.has_eager_code = is_gathered = compile_gathered(model, backend, arguments)
         """True if only blocks of the model are compiled, and the code around them is not."""
+        if sums_gradients and not is_gathered:
+            compile_blocks(model, backend, arguments)
         has_separate_blocks = not is_gathered and keep_apart(model)
         # Separately compiled blocks are intended breaks; the listener ignores those.
         self._rejects_breaks = runtime.max_graph_breaks == 0 and not has_separate_blocks

@@ -150,7 +150,7 @@ class Compilations:
         found = _REASON.search(text)
         reason = text[found.start(1) :] if found else text
         if APART in reason:
-            return  # a block that model.compile_repeated_blocks keeps apart
+            return  # `keep_apart` of memory/repeated_blocks.py: intended
         match = _LOCATION.search(text)
         stack = [(file, int(line)) for file, line in _FRAME.findall(text)]
         location = self._location_of(stack) or (f"{shown_path(match[1])}:{match[2]}" if match else self._forward)

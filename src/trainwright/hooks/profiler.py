@@ -558,8 +558,8 @@ class Profiler(Hook):
             tf32=runtime.tf32,
             num_ranks=trainer.ranks.size,
             gathers_fp32=trainer.ranks.mesh.size("fsdp") > 1
-            and runtime.precision == "bf16"
-            and runtime.gather_precision is None
+            and runtime.precision in ("bf16", "fp8")
+            and runtime.gather_precision == "fp32"
             and is_fp32,
             num_workers=config.data.num_workers,
             log_every_steps=config.log.every_steps,

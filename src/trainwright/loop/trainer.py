@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -810,7 +810,8 @@ class Trainer:
         graph = self._make_graph_step() if self.config.runtime.mode == "graph" else None
         # Of ranks that share samples one counts them; of the loss of all ranks each stores its share.
         is_loss_rank, share = self.ranks.mesh.is_loss_rank, 1.0 / self.ranks.size
-        with self._running(), TrainIterator(data, self.batches_to_device) as iterator:
+        without_graphs = nullcontext() if graph is None else closing(graph)
+        with self._running(), without_graphs, TrainIterator(data, self.batches_to_device) as iterator:
             trained_modules = self._enter_train_mode()
             self.train_loop_begin()
             if state.has_unfinished_step or self._stop_signal.decided == StopRequest.STOP:
@@ -1743,6 +1744,7 @@ class Trainer:
             owners=owners,
             users=user_files_of(self.config.project_dir, owners),
             keeps_training_outputs=self._keeps_outputs,
+            sums_gradients=self.ranks.mesh.size("replicate") > 1 and not self.ranks.mesh.is_split,
         )
 
     def _make_gather_mixed(self) -> GatherMixed | nullcontext[None]:
@@ -1837,6 +1839,7 @@ class Trainer:
             has_user_code_between_steps=has_user_code_between_steps(
                 type(self), self.hooks, contract=Trainer, hook_events=HOOK_EVENTS
             ),
+            is_alone=self.ranks.size == 1,
         )
 
 

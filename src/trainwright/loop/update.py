@@ -517,6 +517,11 @@ class Updater:
 
         return closure
 
+    def reshard(self) -> None:
+        """Frees sharded parameters that are gathered: by a forward without a backward, for example in a hook."""
+        if self.sync is not None:
+            self.sync.reshard()
+
     def take_postponed(self) -> list[tuple[str, torch.Tensor | bool]]:
         """Returns the optimizers that a captured step leaves to be stepped, each with whether to skip."""
         postponed, self._postponed = self._postponed, []
@@ -924,8 +929,8 @@ class Update:
         if not mesh.is_loss_rank:
             totals.zero_()  # another rank counts the same samples
         if sync is not None:
-            sync.finish()
-        owned.gradient_sum.reduce(totals)
+            sync.finish(is_captured=updater.is_capturing)
+        owned.gradient_sum.reduce(totals, is_captured=updater.is_capturing)
         if updater.pipeline is not None:
             updater.pipeline.sum_tied_gradients()
         total, count = totals.unbind()

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 LABEL = "compile_repeated_blocks"
 KEYS = ("path", "backend")
-APART = "a block of model.compile_repeated_blocks is compiled by itself"
+APART = "this block is compiled by itself"
 """torch's reason for a graph that ends where such a block begins."""
 _EXPECTED = "the path of a list of blocks, such as model.layers"
 _PLAIN = (Tensor, bool, int, float, str, type(None))
@@ -106,10 +106,28 @@ def compile_gathered(model: nn.Module, backend: str, arguments: Mapping[str, Any
     blocks = [each for each in model.modules() if isinstance(each, FSDPModule)]
     if not blocks:
         return False
+    is_outer = [any(isinstance(each, FSDPModule) for each in block.modules() if each is not block) for block in blocks]
+    _compile_each([block for block, outer in zip(blocks, is_outer, strict=True) if not outer], backend, arguments)
+    return True
+
+
+def compile_blocks(model: nn.Module, backend: str, arguments: Mapping[str, Any]) -> None:
+    """Compiles each block of a replicated model by itself, for `keep_apart`; layers without submodules do not count as blocks.
+
+    The backward of one graph gives all gradients at its end. With a graph for each block, the gradients of the last
+    blocks are summed over ranks while those of the first are computed.
+    """
+    from trainwright.parallel.fully_shard import find_blocks  # imports much of torch
+
+    blocks = [block for block in find_blocks(model) if next(block.children(), None) is not None]
+    _compile_each(blocks, backend, arguments)
+
+
+def _compile_each(blocks: list[nn.Module], backend: str, arguments: Mapping[str, Any]) -> None:
+    """Compiles blocks that are not compiled yet; equal ones share a graph."""
     graphs: dict[str, _Graph] = {}
     for block in blocks:
-        is_outer = any(isinstance(each, FSDPModule) for each in block.modules() if each is not block)
-        if is_outer or has_around(block, Compiled):
+        if has_around(block, Compiled):
             continue
         kind = f"{type(block).__name__} {_structure(block)}"
         name = f"{type(block).__name__}_{len(graphs)}"
@@ -117,7 +135,6 @@ def compile_gathered(model: nn.Module, backend: str, arguments: Mapping[str, Any
         new = _Graph(name, backend, arguments, is_recomputed=is_recomputed, is_whole=False)
         graph = graphs.setdefault(kind, new)
         put_around(block, partial(Compiled, graph=graph))
-    return True
 
 
 def choose_stacks(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.parallel.mesh import Mesh, gradient_dtype, is_split, set_gradient_dtype
+from trainwright.parallel.replicate import require_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -121,17 +122,24 @@ class GradientSync:
         earlier = self._direct.get(parameter)
         self._direct[parameter] = gradient if earlier is None else earlier + gradient
 
+    def reshard(self) -> None:
+        """Frees all gathered parameters; does nothing for those that are sharded."""
+        for module in self._modules:
+            module.reshard()
+
     @torch.no_grad()
-    def finish(self) -> None:
+    def finish(self, *, is_captured: bool = False) -> None:
         """Completes the reduction of this update's gradients; collective. Parameters are sharded afterwards.
 
-        Called after the last backward and before any gradient is read, for each update of a step.
+        Called after the last backward and before any gradient is read, for each update of a step. If the step
+        `is_captured`, every trained parameter must have a gradient.
         """
-        for module in self._modules:
-            # A forward without a backward leaves its block gathered, and the update would not reach those weights.
-            module.reshard()
+        # A forward without a backward leaves its block gathered, and the update would not reach those weights.
+        self.reshard()
         if not self._groups:
             return
+        if is_captured:
+            self._join_streams()
         for parameter, gradient in self._direct.items():
             self._touched.add(id(parameter))
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -142,8 +150,12 @@ class GradientSync:
         present = [id(parameter) in self._touched or self._is_unchanged(parameter) for parameter in parameters]
         present += [parameter.grad is not None for parameter in whole]
         self._touched.clear()
+        if is_captured:
+            require_gradients([*parameters, *whole], present)
         device = [*parameters, *whole, *self._whole, *(one.sharded_param for one in self._split)][0].device
-        flags = torch.tensor(present, dtype=torch.int32).to(device, non_blocking=True)
+        flags = torch.ones(len(present), dtype=torch.int32, device=device)
+        if not all(present):
+            flags.copy_(torch.tensor(present, dtype=torch.int32))
         self._reduce(flags)
         for some in _by_dtype(whole):
             kind = gradient_dtype(some[0])
@@ -159,6 +171,15 @@ class GradientSync:
                 if count == 0:
                     parameter.grad = None
         self._finished = {id(each): weakref.ref(each.grad) for each in parameters if each.grad is not None}
+
+    def _join_streams(self) -> None:
+        """Makes the current stream wait for the streams on which FSDP2 gathers, as a capture requires at its end.
+
+        Those on which it reduces are waited for by FSDP2 itself, at the end of the backward.
+        """
+        context = self._modules[-1]._get_fsdp_state()._comm_ctx
+        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            context.device_handle.current_stream().wait_stream(stream)
 
     def _is_unchanged(self, parameter: nn.Parameter) -> bool:
         """Returns True if the gradient is the one of the last `finish`."""
@@ -256,8 +277,8 @@ class SplitSettings:
     accumulate_unsharded: bool = False
     """Accumulate full gradients over the micro-batches of an update and reduce them once, which needs more memory."""
     gather_dtype: torch.dtype | None = None
-    """The dtype of gathered parameters, under autocast of that dtype; None: their own. Gradients are summed in fp32, or
-    in the parameters' own dtype if that has more bits."""
+    """The dtype of gathered parameters, under autocast of that dtype; None: their own. Blocks with running statistics
+    keep theirs. Gradients are summed in fp32, or in the parameters' own dtype if that has more bits."""
 
 
 def shard_parameters(
@@ -307,6 +328,13 @@ def shard_parameters(
     # The backward frees the model; an evaluation has none, and averaged weights would stay gathered.
     model.register_forward_hook(torch.compiler.disable(_reshard_without_backward))  # type: ignore[no-untyped-call]
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    kept = [each for each in modules if settings.gather_dtype is not None and _has_running_statistics(each)]
+    if kept:
+        logger.info(
+            "%d of %d sharded modules have running statistics (BatchNorm): their parameters are gathered in their own "
+            "dtype, not as %s.",
+            *(len(kept), len(modules), settings.gather_dtype),
+        )
     groups = [shard.get_group()] + ([] if replicate is None else [replicate])
     return GradientSync(modules, whole, groups=groups, reduces_last=settings.accumulate_unsharded)
 
@@ -374,12 +402,21 @@ def _placement(
 def _precision(module: nn.Module, settings: SplitSettings, whole: set[nn.Parameter]) -> MixedPrecisionPolicy:
     dtypes = [p.dtype for p in module.parameters() if p not in whole and p.requires_grad and p.is_floating_point()]
     wide = torch.promote_types(dtypes[0], torch.float32) if dtypes else None
-    if settings.gather_dtype is None:
+    if settings.gather_dtype is None or _has_running_statistics(module):
         reduce_dtype = None if wide in dtypes else wide  # None: the dtype of the gradients
         return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     # Inputs are not cast, because a float that is not an activation (an angle, a weight) would lose bits: autocast
     # casts the right ones.
     return MixedPrecisionPolicy(settings.gather_dtype, wide, cast_forward_inputs=False)
+
+
+def _has_running_statistics(module: nn.Module) -> bool:
+    """Returns True if a module has a BatchNorm outside of its sharded blocks: torch requires one dtype for its weights
+    and statistics."""
+    blocks = (each for each in module.modules() if isinstance(each, FSDPModule) and each is not module)
+    inside = {each for block in blocks for each in block.modules()}
+    own = (each for each in module.modules() if each not in inside)
+    return any(isinstance(getattr(each, "running_mean", None), torch.Tensor) for each in own)
 
 
 def _forward_methods(model: nn.Module) -> tuple[str, ...]:
@@ -409,4 +446,6 @@ def _gather_for(model: nn.Module, name: str) -> None:
 
 def _reshard_without_backward(model: nn.Module, inputs: Any, outputs: Any) -> None:
     if not torch.is_grad_enabled():
-        model.reshard()  # type: ignore[operator]  # FSDP2 made it an FSDPModule
+        for module in model.modules():  # without reshard_after_forward the blocks stay gathered too
+            if isinstance(module, FSDPModule):
+                module.reshard()

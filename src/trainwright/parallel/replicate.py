@@ -182,6 +182,24 @@ def num_copies(parameter: torch.Tensor, mesh: Mesh) -> int:
     return copies
 
 
+class MissingGradientError(Exception):
+    """A captured step has trained parameters without a gradient; compile/graph.py explains it with their names."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(f"{len(parameters)} trained parameters have no gradient")
+        self.parameters = parameters
+
+
+def require_gradients(parameters: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
+    """Raises for parameters without a gradient in a step that is captured.
+
+    Whether another rank has one is known to the device alone, and decides on the host whether the optimizer steps it.
+    """
+    missing = [parameter for parameter, has_gradient in zip(parameters, present, strict=True) if not has_gradient]
+    if missing:
+        raise MissingGradientError(missing)
+
+
 FIRST_BYTES = 2**20
 """The first bucket is small, so that communication starts early."""
 BUCKET_BYTES = 25 * 2**20
@@ -274,11 +292,11 @@ class GradientSum:
         flat = self._pack(self._buckets[len(self._pending)])
         self._pending.append((flat, dist.all_reduce(flat, group=self._group, async_op=True)))
 
-    def reduce(self, totals: torch.Tensor) -> None:
+    def reduce(self, totals: torch.Tensor, *, is_captured: bool = False) -> None:
         """Sums the gradients over the replicas, and `totals` over all ranks. Does nothing in one process.
 
         A parameter with a gradient on any rank gets the sum on every rank; one without a gradient on all ranks keeps
-        None, so that optimizers skip it.
+        None, so that optimizers skip it. If the step `is_captured`, every trained parameter must have a gradient.
         """
         if self._ranks.size == 1:
             return
@@ -293,6 +311,8 @@ class GradientSum:
         waiting = [dist.all_reduce(totals, async_op=True)]
         # A frozen parameter has no gradient on any rank: it is not missing, and no host has to wait for the others.
         present = [parameter.grad is not None or not parameter.requires_grad for parameter in self._parameters]
+        if is_captured and self._sums_gradients:
+            require_gradients(self._parameters, present)
         flags = torch.ones(len(present), dtype=torch.int32, device=totals.device)
         if not all(present):
             flags.copy_(torch.tensor(present, dtype=torch.int32))
