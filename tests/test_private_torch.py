@@ -298,6 +298,7 @@ TABLES_OF_MODULES = {
 """nn.Module's dicts, which everybody uses and torch cannot rename: allowed everywhere."""
 
 OTHERS = {
+    "_asdict": "namedtuple",
     "_fields": "namedtuple",
     "_make": "namedtuple",
     "_replace": "namedtuple",

@@ -550,8 +550,8 @@ class RuntimeSection(Section):
     accumulate_unsharded: bool = False
     """With fsdp, whether unsharded gradients accumulate over micro-batches and are reduced once; needs more memory."""
     gather_precision: Literal["fp32", "bf16"] | None = None
-    """With fsdp, the dtype in which parameters are gathered and used; None: bf16 with precision bf16, else their own
-    dtype."""
+    """With fsdp, the dtype in which parameters are gathered and used; None: bf16 with precision bf16 or fp8, else
+    their own."""
 
     @model_validator(mode="after")
     def _reject_fp8_without_effect(self) -> RuntimeSection:

@@ -112,7 +112,7 @@ def compile_gathered(model: nn.Module, backend: str, arguments: Mapping[str, Any
 
 
 def compile_blocks(model: nn.Module, backend: str, arguments: Mapping[str, Any]) -> None:
-    """Compiles each block of a replicated model by itself, for `keep_apart`; layers without submodules do not count as blocks.
+    """Compiles each block of a replicated model by itself, for `keep_apart`; a layer without submodules is not one.
 
     The backward of one graph gives all gradients at its end. With a graph for each block, the gradients of the last
     blocks are summed over ranks while those of the first are computed.
