@@ -140,6 +140,7 @@ COMPILED = replace(GPU, mode="compile", is_compiled=True)
         ("matrix", replace(GPU, recomputes=True), "model.activation_checkpointing"),
         ("matrix", GPU, None),
         ("matrix", RunFacts(), None),
+        ("matrix", RunFacts(precision="bf16", supports_fp8=True), None),
         ("attention", replace(GPU, kernels="stock"), "model.kernels: fast"),
         ("attention", replace(GPU, kernels="fast"), None),
         ("attention", replace(GPU, precision="fp32"), "runtime.precision: bf16"),

@@ -188,7 +188,7 @@ def _advise_matrix(facts: RunFacts) -> tuple[str | None, str]:
         return f"runtime.precision: {facts.fastest_precision}", "now fp32"
     if facts.is_on_gpu and facts.precision == "fp32" and not facts.tf32:
         return "runtime.tf32: true", "now false"
-    if facts.supports_fp8 and facts.precision == "bf16":
+    if facts.is_on_gpu and facts.supports_fp8 and facts.precision == "bf16":  # a CPU only emulates fp8
         return "runtime.precision: fp8", "now bf16"
     if facts.recomputes:
         return "model.activation_checkpointing", "recomputes products; fewer layers if they fit"
