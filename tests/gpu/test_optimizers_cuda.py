@@ -247,7 +247,8 @@ def test_steps_in_backward_have_the_bits_of_steps_after_it(tmp_path, blocks):
 
 def test_steps_in_backward_hold_a_few_gradients_at_a_time(tmp_path):
     peaks = {}
-    sizes = "model={type: llama, preset: tiny, hidden_size: 2048, num_layers: 12, num_heads: 16, num_kv_heads: 16, dtype: bf16}"
+    heads = "num_heads: 16, num_kv_heads: 16"
+    sizes = f"model={{type: llama, preset: tiny, hidden_size: 2048, num_layers: 12, {heads}, dtype: bf16}}"
     for name, extra in {"plain": [], "early": [IN_BACKWARD]}.items():
         trainer = build_trainer(config_of(tmp_path / name, sizes, "trainer.max_steps=4", *extra))
         torch.cuda.reset_peak_memory_stats(DEVICE)
