@@ -421,11 +421,12 @@ class Reader(Trainer):
 """
 
 
-def train(folder, *overrides):
+def train(folder, *overrides, builds_only=False):
     (folder / "run.yaml").write_text(RUN)
     (folder / "parts.py").write_text(PARTS)
     settings = [f"output_dir={folder}", "trainer.optimizer={type: adamw, lr: 0.1}", *overrides]
-    return build_trainer(RunConfig.load(folder / "run.yaml", settings)).train()
+    trainer = build_trainer(RunConfig.load(folder / "run.yaml", settings))
+    return trainer if builds_only else trainer.train()
 
 
 @pytest.mark.parametrize(
@@ -449,6 +450,17 @@ def test_a_run_has_the_losses_and_metrics_of_the_stock_model(tmp_path, overrides
     found = train(tmp_path, "name=fast", *fused, *overrides)
     assert found == pytest.approx(expected, rel=1e-4)
     assert found["valid/loss"] < 4
+
+
+def test_a_run_marks_masks_without_padding_for_models_that_recognize_them(tmp_path):
+    def masks_of(*overrides):
+        trainer = train(tmp_path, *overrides, builds_only=True)
+        batches = ({"attention_mask": torch.ones(2, length).tril(3).long()} for length in (4, 6))
+        return [masks.is_full(batch["attention_mask"]) for batch in trainer.batches_to_device(batches)]
+
+    assert masks_of("name=fast") == [True, False]
+    assert masks_of("name=shipped", "model={type: llama, preset: tiny, vocab_size: 50}") == [True, False]
+    assert masks_of("name=stock", "model.kernels=stock") == [False, False]
 
 
 def test_a_trainer_that_reads_logits_while_training_is_told_of_the_setting(tmp_path):

@@ -326,19 +326,24 @@ def activate_flash(capability: int) -> str | None:
     for version in FLASH_OF_CAPABILITY.get(capability, ()):
         module = FLASH_PACKAGES[version]
         try:
-            if find_spec(module) is None:
+            if not _is_installed(module):
                 continue
             activate(version)
-        except ModuleNotFoundError as error:
-            if error.name is not None and module.startswith(error.name):
-                continue  # the package, or this part of it, is not installed
-            logger.warning("%s is installed, but FlashAttention cannot be used: %s", module, error)
         except Exception as error:  # a package for another torch or CUDA fails in many ways
             logger.warning("%s is installed, but FlashAttention cannot be used: %s", module, error)
         else:
             logger.info("Attention uses FlashAttention %s (%s).", version.removeprefix("FA"), module)
             return version
     return None
+
+
+def _is_installed(module: str) -> bool:
+    """Returns True if a module can be found; imports nothing, because the package of a submodule may take seconds."""
+    package, *inner = module.split(".")
+    spec = find_spec(package)
+    if spec is None or not inner:
+        return spec is not None
+    return any(Path(folder, inner[0]).is_dir() for folder in spec.submodule_search_locations or ())
 
 
 def _map_tensors(function: Callable[[torch.Tensor], Any], batch: Any) -> Any:

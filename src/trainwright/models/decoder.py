@@ -88,7 +88,8 @@ class DecoderModel(Model):
     ) -> tuple[Any, ...]:
         """Returns what all layers get in addition to the states: rotations, if the model has them, and the mask."""
         self.sequence.expect(input_ids.shape[1])
-        mask = decoder_mask(attention_mask, document_ids, is_whole=self.sequence.is_whole)
+        width, is_whole = self.body.head_size, self.sequence.is_whole
+        mask = decoder_mask(attention_mask, document_ids, width=width, is_whole=is_whole)
         return (*self.body.positional(input_ids, position_ids), mask)
 
     def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
@@ -116,6 +117,8 @@ class DecoderStack(nn.Module):
     layers: Any
     norm: Any
     sequence: WholeSequence
+    head_size: int | None = None
+    """The width of a head; None if it is not known."""
 
     def begin(self, input_ids: Tensor, position_ids: Tensor | None = None, *, start: int = 0) -> Tensor:
         """Returns the embeddings [B, S, D]; without `position_ids` the tokens count from `start`."""
@@ -140,7 +143,8 @@ class DecoderStack(nn.Module):
         hidden = self.begin(input_ids, position_ids, start=start)
         positional = self.positional(input_ids, position_ids, start=start)
         if cache is None:
-            mask = decoder_mask(attention_mask, document_ids, is_whole=self.sequence.is_whole)
+            is_whole = self.sequence.is_whole
+            mask = decoder_mask(attention_mask, document_ids, width=self.head_size, is_whole=is_whole)
             for layer in self.layers:
                 hidden = layer(name_tensor(hidden, "decoder_input"), *positional, mask)
         else:

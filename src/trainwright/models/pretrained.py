@@ -172,6 +172,7 @@ class DrawNarrow(TorchFunctionMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self._dtype = dtype
+        self._buffer = torch.empty(0)
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +183,9 @@ class DrawNarrow(TorchFunctionMode):
         tensor = args[0] if args else None
         is_draw = getattr(function, "__name__", "") in DRAWS
         if is_draw and isinstance(tensor, Tensor) and tensor.dtype == self._dtype and not tensor.is_meta:
-            wide = torch.empty_like(tensor, dtype=torch.float32, requires_grad=False)
+            if self._buffer.numel() < tensor.numel():  # one for all: memory is slow when it is touched first
+                self._buffer = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
+            wide = self._buffer[: tensor.numel()].view(tensor.shape)
             return tensor.copy_(function(wide, *args[1:], **kwargs))
         return function(*args, **kwargs)
 

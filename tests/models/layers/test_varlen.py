@@ -107,6 +107,16 @@ def test_flash_comes_before_cudnn_only_where_a_newer_version_is_active(monkeypat
     assert orders[1:] == [torch._C._get_sdp_priority_order()[0]] * 2
 
 
+def test_a_package_is_found_without_importing_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "some_flash").mkdir()
+    (tmp_path / "some_flash" / "__init__.py").write_text("raise ImportError")
+    assert not cuda._is_installed("some_flash.cute.interface")
+    (tmp_path / "some_flash" / "cute").mkdir()
+    assert cuda._is_installed("some_flash.cute.interface")
+    assert not cuda._is_installed("other_flash.cute.interface")
+
+
 def test_flash_attention_is_activated_where_its_package_is_installed(monkeypatch, caplog):
     activated = []
     monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activated.append)

@@ -97,21 +97,26 @@ def visible_keys(attention_mask: Tensor | None, document_ids: Tensor | None) -> 
 
 
 def decoder_mask(
-    attention_mask: Tensor | None, document_ids: Tensor | None = None, *, is_whole: bool = True
+    attention_mask: Tensor | None,
+    document_ids: Tensor | None = None,
+    *,
+    width: int | None = None,
+    is_whole: bool = True,
 ) -> Mask | None:
     """Returns what `attention` and the layers of a decoder need to know of padding and documents, once per batch.
 
     `attention_mask` [B, S] is 0 at padding; one of four dims is bool and used unchanged. `document_ids` [B, S] are
     equal for tokens that may see each other. The result is None where causality alone decides, the borders of blocks
-    where they are faster, else a mask [B, 1, S, S]. `is_whole` is that of the model's sequence: one that is split over
-    ranks takes masks only.
+    where they are faster, else a mask [B, 1, S, S]. `width` is that of the heads: with one that has no kernel for
+    blocks, each layer would have to make the mask. `is_whole` is that of the model's sequence: one that is split over
+    ranks accepts masks only.
     """
     if attention_mask is not None and is_full(attention_mask):
         attention_mask = None
-    if is_whole and attention_mask is None and document_ids is not None and has_blocks(document_ids):
+    if is_whole and attention_mask is None and document_ids is not None and has_blocks(document_ids, width=width):
         return document_borders(document_ids)
     is_padded = document_ids is None and attention_mask is not None and attention_mask.dim() == 2
-    if is_whole and is_padded and attention_mask is not None and has_blocks(attention_mask, "padded"):
+    if is_whole and is_padded and attention_mask is not None and has_blocks(attention_mask, "padded", width=width):
         return padded_borders(attention_mask)
     return visible_keys(attention_mask, document_ids)
 
