@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +24,7 @@ from trainwright.models.layers.fp8_linear import (
     scaled_product,
     tensor_scale,
 )
+from trainwright.models.llama import SwiGLU
 from trainwright.models.lora import LoRALinear, add_lora
 
 RECIPES = ("tensorwise", "rowwise")
@@ -298,3 +300,39 @@ class counting:
 def test_the_class_of_a_layer_names_the_one_that_evaluates_alike():
     assert isinstance(make_layer(), Fp8Linear)
     assert type(make_layer()).evaluates_as is nn.Linear
+
+
+def test_the_compiler_keeps_no_copy_of_a_weight_for_the_backward_pass():
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=record,
+        bw_compiler=record,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.RMSNorm(64), SwiGLU(hidden_size=64, intermediate_size=176)).bfloat16()
+    use_fp8(block, match=["*"])
+    run(torch.compile(block, backend=backend, fullgraph=True, dynamic=False), make_input(512, 64))
+    [output] = graphs[0].graph.find_nodes(op="output")
+    kept = [node.meta["val"] for node in output.args[0][1:]]
+    assert not [
+        each for each in kept if each.dtype == FORWARD_DTYPE and each.numel() % (176 * 64) == 0 and 64 in each.shape
+    ]
+    casts = [
+        node.meta["val"].dtype
+        for graph in graphs
+        for node in graph.graph.nodes
+        if node.op == "call_function" and "convert_element_type" in str(node.target)
+    ]
+    assert casts.count(GRADIENT_DTYPE) == 3, "one for each output"
+    assert casts.count(FORWARD_DTYPE) <= 10, "two inputs and three weights, and perhaps again in the backward pass"

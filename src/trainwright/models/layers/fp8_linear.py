@@ -31,6 +31,9 @@ Recipe = Literal["tensorwise", "rowwise"]
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """What the sizes of both factors must be divisible by, apart from the rows of the first."""
+_WIDE = (
+    1024  # outputs from which the gradient of a weight is a product of its own: joining gradients is a pass over them
+)
 _SMALLEST_AMAX = 1e-12  # of a tensor of zeros, whose scale must not be 0
 
 
@@ -140,9 +143,13 @@ class _TensorwiseProduct(torch.autograd.Function):
             row_gradient = scaled_product(joined, cast_weights, scale, weight_scale, dtype)
         if not kept:
             return (None, row_gradient, *[None] * len(weights))
-        joined = _join([_transposed(each) for each in cast_gradients], dim=0)
-        gradient = scaled_product(joined, kept[0], scale, row_scale, _product_dtype(weights[0]))
-        parts = gradient.split_with_sizes([each.shape[0] for each in weights], dim=0)
+        transposed = [_transposed(each) for each in cast_gradients]
+        dtype = _product_dtype(weights[0])
+        if min(each.shape[0] for each in weights) >= _WIDE:
+            parts = [scaled_product(each, kept[0], scale, row_scale, dtype) for each in transposed]
+        else:
+            gradient = scaled_product(_join(transposed, dim=0), kept[0], scale, row_scale, dtype)
+            parts = list(gradient.split_with_sizes([each.shape[0] for each in weights], dim=0))
         return (None, row_gradient, *(part.to(each.dtype) for part, each in zip(parts, weights, strict=True)))
 
 
