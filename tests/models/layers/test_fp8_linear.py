@@ -208,6 +208,20 @@ def test_layers_that_share_an_input_are_one_product():
         assert count(together)[1] == number, "a hook must see its layer's input and output"
 
 
+def test_gradients_of_wide_weights_are_products_of_their_own():
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(32, 1024), nn.Linear(32, 1040, bias=False)])
+    use_fp8(layers, match=["*"])
+    value = make_input(32, 32).requires_grad_()
+    with counting() as counts:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = linears(value, *layers)
+        sum(each.float().square().sum() for each in outputs).backward()
+    assert counts["_scaled_mm"] == 4, "both outputs, the gradient of the input, and those of two weights"
+    for layer, output in zip(layers, outputs, strict=True):
+        assert error_of(layer.weight.grad, 2 * output.detach().float().t() @ value.detach().float()) < 0.1
+
+
 def test_a_frozen_weight_keeps_no_input_for_the_backward_pass():
     layer = make_layer(bias=False)
     sizes = {}
