@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +24,7 @@ from trainwright.models.layers.fp8_linear import (
     scaled_product,
     tensor_scale,
 )
+from trainwright.models.llama import SwiGLU
 from trainwright.models.lora import LoRALinear, add_lora
 
 RECIPES = ("tensorwise", "rowwise")
@@ -206,6 +208,20 @@ def test_layers_that_share_an_input_are_one_product():
         assert count(together)[1] == number, "a hook must see its layer's input and output"
 
 
+def test_gradients_of_wide_weights_are_products_of_their_own():
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(32, 1024), nn.Linear(32, 1040, bias=False)])
+    use_fp8(layers, match=["*"])
+    value = make_input(32, 32).requires_grad_()
+    with counting() as counts:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs = linears(value, *layers)
+        sum(each.float().square().sum() for each in outputs).backward()
+    assert counts["_scaled_mm"] == 4, "both outputs, the gradient of the input, and those of two weights"
+    for layer, output in zip(layers, outputs, strict=True):
+        assert error_of(layer.weight.grad, 2 * output.detach().float().t() @ value.detach().float()) < 0.1
+
+
 def test_a_frozen_weight_keeps_no_input_for_the_backward_pass():
     layer = make_layer(bias=False)
     sizes = {}
@@ -298,3 +314,39 @@ class counting:
 def test_the_class_of_a_layer_names_the_one_that_evaluates_alike():
     assert isinstance(make_layer(), Fp8Linear)
     assert type(make_layer()).evaluates_as is nn.Linear
+
+
+def test_the_compiler_keeps_no_copy_of_a_weight_for_the_backward_pass():
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=record,
+        bw_compiler=record,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.RMSNorm(64), SwiGLU(hidden_size=64, intermediate_size=176)).bfloat16()
+    use_fp8(block, match=["*"])
+    run(torch.compile(block, backend=backend, fullgraph=True, dynamic=False), make_input(512, 64))
+    [output] = graphs[0].graph.find_nodes(op="output")
+    kept = [node.meta["val"] for node in output.args[0][1:]]
+    assert not [
+        each for each in kept if each.dtype == FORWARD_DTYPE and each.numel() % (176 * 64) == 0 and 64 in each.shape
+    ]
+    casts = [
+        node.meta["val"].dtype
+        for graph in graphs
+        for node in graph.graph.nodes
+        if node.op == "call_function" and "convert_element_type" in str(node.target)
+    ]
+    assert casts.count(GRADIENT_DTYPE) == 3, "one for each output"
+    assert casts.count(FORWARD_DTYPE) <= 10, "two inputs and three weights, and perhaps again in the backward pass"

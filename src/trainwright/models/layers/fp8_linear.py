@@ -34,6 +34,9 @@ Recipe = Literal["tensorwise", "rowwise"]
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """What the sizes of both factors must be divisible by, apart from the rows of the first."""
+_WIDE = (
+    1024  # outputs from which the gradient of a weight is a product of its own: joining gradients is a pass over them
+)
 _SMALLEST_AMAX = 1e-12  # of a tensor of zeros, whose scale must not be 0
 
 
@@ -135,15 +138,20 @@ class _TensorwiseProduct(torch.autograd.Function):
         row_scale, weight_scale, *rest = ctx.saved_tensors
         weights, kept = rest[: ctx.num_weights], rest[ctx.num_weights :]
         scale = tensor_scale(gradients, GRADIENT_DTYPE)
-        joined, transposed = cast_gradients(gradients, scale, both=bool(kept))
+        is_trained = len(kept) > 0  # torch 2.11 does not compile bool() of a list
+        joined, transposed = cast_gradients(gradients, scale, both=is_trained)
         row_gradient = None
         if ctx.needs_input_grad[1]:
             cast_weights = _join([_transposed(cast(each, weight_scale, FORWARD_DTYPE)) for each in weights], dim=1)
             row_gradient = scaled_product(joined, cast_weights, scale, weight_scale, gradients[0].dtype)
-        if not kept:
+        if not is_trained:
             return (None, row_gradient, *[None] * len(weights))
-        gradient = scaled_product(transposed, kept[0], scale, row_scale, _product_dtype(weights[0]))
-        parts = gradient.split_with_sizes([each.shape[0] for each in weights], dim=0)
+        dtype = _product_dtype(weights[0])
+        if min(each.shape[0] for each in weights) >= _WIDE:
+            parts = [scaled_product(each, kept[0], scale, row_scale, dtype) for each in transposed]
+        else:
+            gradient = scaled_product(_join(transposed, dim=0), kept[0], scale, row_scale, dtype)
+            parts = list(gradient.split_with_sizes([each.shape[0] for each in weights], dim=0))
         return (None, row_gradient, *(part.to(each.dtype) for part, each in zip(parts, weights, strict=True)))
 
 
@@ -216,16 +224,18 @@ def cast(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (tensor.float() * scale.reciprocal()).to(dtype)
 
 
-def cast_gradients(gradients: Sequence[Tensor], scale: Tensor, *, both: bool) -> tuple[Tensor, Tensor]:
-    """Returns gradients [M, N₁], [M, N₂], … as one factor [M, N] in fp8 and, with `both`, as its transpose [N, M]."""
-    if both and waits_for_memory(scale.device) and has_triton():
+USES_KERNEL = True
+
+
+def cast_gradients(gradients: Sequence[Tensor], scale: Tensor, *, both: bool) -> tuple[Tensor, list[Tensor]]:
+    """Returns gradients [M, N₁], [M, N₂], … in fp8: joined as [M, N] and, with `both`, each transposed as [Nᵢ, M]."""
+    if USES_KERNEL and both and waits_for_memory(scale.device) and has_triton():
         from trainwright.models.layers.fp8_kernel import cast_gradients as cast_by_kernel
 
-        rows, transposed = cast_by_kernel(list(gradients), scale)
-        return rows, transposed
+        rows, columns = cast_by_kernel(list(gradients), scale)
+        return rows, list(columns.split_with_sizes([each.shape[1] for each in gradients], dim=0))
     parts = [cast(each, scale, GRADIENT_DTYPE) for each in gradients]
-    joined = _join(parts, dim=1)
-    return joined, _join([_transposed(each) for each in parts], dim=0) if both else joined
+    return _join(parts, dim=1), [_transposed(each) for each in parts] if both else []
 
 
 def scaled_product(
