@@ -57,7 +57,8 @@ MODEL_KEYS = """\
 
 A component (below), whose arguments are the model's own settings. These keys are not arguments of the constructor; any
 model takes them, but for `preset` and `kernels`. All about them, with examples:
-[pretrained weights](models.md#pretrained-weights), [training a part](models.md#training-a-part), [memory](memory.md), [sharding](distributed.md).
+[pretrained weights](models.md#pretrained-weights), [training a part](models.md#training-a-part),
+[memory](memory.md), [sharding](distributed.md).
 
 | key | value | meaning |
 |---|---|---|
