@@ -57,8 +57,8 @@ MODEL_KEYS = """\
 
 A component (below), whose arguments are the model's own settings. These keys are not arguments of the constructor; any
 model takes them, but for `preset` and `kernels`. All about them, with examples:
-[pretrained weights](models.md#pretrained-weights), [training a part](models.md#training-a-part), [memory](memory.md),
-[sharding](distributed.md).
+[pretrained weights](models.md#pretrained-weights), [training a part](models.md#training-a-part),
+[memory](memory.md), [sharding](distributed.md).
 
 | key | value | meaning |
 |---|---|---|
@@ -73,7 +73,7 @@ model takes them, but for `preset` and `kernels`. All about them, with examples:
 | `activation_checkpointing` | text, list or a section | Recomputed: `layers`, `save`, `budget`, `every`; or by path. |
 | `compile_repeated_blocks` | text, list or a section | Equal blocks compiled as one: a path, or `path`, `backend`. |
 | `offload` | list of text or a section | Named tensors that wait for backward in host memory; or by path. |
-| `kernels` | `fast`, `stock` | Attention and loss of a transformers model: ours (default), or its own. |
+| `kernels` | `fast`, `stock` | Attention and loss of transformers models: ours (the default), or their own. |
 | `args` | a section | Arguments that are passed as they are, also if their names are in this table. |
 """
 
