@@ -55,9 +55,10 @@ class CountCollectives(Hook):
 
     def after_step(self):
         graph = self.trainer.graph
-        if graph is not None and graph._num_replays != self.num_replays:
-            self.trainer.storage.replayed.append(self.trainer.step)
-            self.num_replays = graph._num_replays
+        if graph is not None:
+            if graph._num_replays > self.num_replays:
+                self.trainer.storage.replayed.append(self.trainer.step)
+            self.num_replays = graph._num_replays  # 0 when graphs were dropped
         if self.recorder is not None:
             self.recorder.__exit__(None, None, None)
             found = [[each.kind, each.axis, each.count, each.num_bytes] for each in self.recorder.found]
