@@ -220,15 +220,17 @@ def messages_of_a_step(folder, layout, mode, gathered):
     trainer.train()
     found = {each.kind: (each.count, each.num_bytes) for each in record.recorder.found}
     # The sums of losses and of their weights (float64), and one flag for each parameter; with shards also the norm.
-    small = 16 + 4 * len(sizes)
+    small, more = 16 + 4 * len(sizes), 0
+    if mode == "graph":  # and what the ranks agree on before an update, between hosts
+        small, more = small + 32, 1
     if layout == "replicate":
         owned = trainer._updater.owned_by(tuple(trainer.optimizers))
-        return found, {"all-reduce": (len(owned.gradient_sum._buckets) + 2, 4 * every + small)}
+        return found, {"all-reduce": (len(owned.gradient_sum._buckets) + 2 + more, 4 * every + small)}
     width = 4 if gathered == "fp32" else 2
     return found, {
         "all-gather": (1 + 2 * LAYERS, width * (every + in_blocks)),
         "reduce-scatter": (1 + LAYERS, 4 * every),
-        "all-reduce": (3, small + 8),
+        "all-reduce": (3 + more, small + 8),
     }
 
 

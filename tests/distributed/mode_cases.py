@@ -31,7 +31,7 @@ class MarkedRows(Rows):
 
 
 class Graphed(Double):
-    """Tells how often a step was replayed, and which collectives step 8 used."""
+    """Tells which steps were replayed, and which collectives step 8 used."""
 
     graph = None
 
@@ -41,20 +41,24 @@ class Graphed(Double):
 
     def _make_graph_step(self):
         self.graph = super()._make_graph_step()
+        self.storage.replayed = []
         return self.graph
-
-    @property
-    def num_replays(self):
-        return None if self.graph is None else self.graph._num_replays
 
 
 class CountCollectives(Hook):
+    num_replays = 0
+
     def before_step(self):
         self.recorder = CollectiveRecorder(self.trainer.ranks.mesh) if self.trainer.step == COUNTED_STEP else None
         if self.recorder is not None:
             self.recorder.__enter__()
 
     def after_step(self):
+        graph = self.trainer.graph
+        if graph is not None:
+            if graph._num_replays > self.num_replays:
+                self.trainer.storage.replayed.append(self.trainer.step)
+            self.num_replays = graph._num_replays  # 0 when graphs were dropped
         if self.recorder is not None:
             self.recorder.__exit__(None, None, None)
             found = [[each.kind, each.axis, each.count, each.num_bytes] for each in self.recorder.found]
@@ -69,16 +73,38 @@ class Single(Graphed):
         return super(Double, cls).build_model(build)
 
 
-class Widened(Graphed):
-    """The last rank's batches have other widths than the first rank's, and change with the step."""
+class Even(Graphed):
+    """All batches have the same width."""
+
+    def width(self):
+        return 8
 
     def next_train_inputs(self, iterator):
         batch = next(iterator)
-        extra = 8 - batch["input_ids"].shape[1]
-        if self.ranks.rank:
-            extra += self.step % 2
+        extra = self.width() - batch["input_ids"].shape[1]
         fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
         return {key: torch.nn.functional.pad(value, (0, extra), value=fill[key]) for key, value in batch.items()}
+
+
+class Widened(Even):
+    """The last rank's batches have other widths than the first rank's, and change with the step."""
+
+    def width(self):
+        return 8 + self.step % 2 if self.ranks.rank else 8
+
+
+class Changing(Even):
+    """One rank changes a value that its graph depends on, after step 5."""
+
+    @classmethod
+    def build_hooks(cls, build):
+        return [*super().build_hooks(build), ChangeAtFive()]
+
+
+class ChangeAtFive(Hook):
+    def after_step(self):
+        if self.trainer.step == 5 and self.trainer.ranks.rank == self.trainer.ranks.size - 1:
+            self.trainer.model.note = "changed"
 
 
 class Spoiled(Graphed):
@@ -88,7 +114,7 @@ class Spoiled(Graphed):
 
     @classmethod
     def build_hooks(cls, build):
-        return [*build.hooks(), NoteAnomalies()]
+        return [*super().build_hooks(build), NoteAnomalies()]
 
     def forward(self, **batch):
         outputs = super().forward(**batch)
@@ -161,8 +187,8 @@ def run(kind, *arguments):
     torch.compiler.reset()
     trainer = build_trainer(load(*arguments), kind)
     trainer.train()
-    noted = {name: getattr(trainer.storage, name, None) for name in ("collectives", "decided")}
-    return trainer.ranks.gather({"step": trainer.step, "replays": getattr(trainer, "num_replays", None), **noted})
+    noted = {name: getattr(trainer.storage, name, None) for name in ("collectives", "decided", "replayed")}
+    return trainer.ranks.gather({"step": trainer.step, **noted})
 
 
 def run_alone(folder):
@@ -184,6 +210,7 @@ def run_together(folder, axis):
     found["fused-untied"] = run(
         Graphed, folder, "fused-untied", axes, "graph", *PLAIN, FUSED, "model.tie_embeddings=false"
     )
+    found["changing"] = run(Changing, folder, "changing", axes, "graph", *PLAIN)
     found["widened"] = run(Widened, folder, "widened", axes, "graph", *EVALUATED, "trainer.micro_batch_size=4")
     for policy in ("skip", "rollback"):
         found[policy] = run(Spoiled, folder, policy, axes, "graph", *MARKED, f"anomalies.non_finite={policy}")

@@ -96,3 +96,32 @@ def test_shipped_models_train_split_as_they_do_whole(axes, names, tmp_path):
         for rank in ranks:
             assert_equal(rank[name][1], weights, tolerance=1e-9)
             assert rank[name][2] == rank[name][3]  # nothing stays whole
+
+
+def gradients_in_bf16(name, mesh, gather_dtype):
+    """Returns the loss and the gradient's norm of a rank's samples, under autocast with fp32 weights."""
+    make, batch = MODELS[name]
+    torch.manual_seed(0)
+    model = make().float().train()
+    sync = shard_parameters(model, mesh, settings=SplitSettings(gather_dtype=gather_dtype), device=CPU)
+    own = {key: value.chunk(2)[mesh.data_rank] for key, value in batch.items()}
+    own = {key: value.float() if value.is_floating_point() else value for key, value in own.items()}
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        loss = model(**own)["loss"]
+    loss.backward()
+    sync.finish()
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    squares = [gradient.full_tensor().square().sum() for gradient in gradients]
+    return loss.item(), torch.stack(squares).sum().sqrt().item()
+
+
+def test_parameters_gathered_in_bf16_train_as_under_autocast_to_rounding(tmp_path):
+    """Norms and embeddings are rounded to bf16 too, which autocast would not do."""
+
+    def act(mesh):
+        return {name: [gradients_in_bf16(name, mesh, dtype) for dtype in (None, torch.bfloat16)] for name in MODELS}
+
+    for rank in on_ranks(tmp_path, {"fsdp": 2}, act):
+        for name, (wide, narrow) in rank.items():
+            assert narrow == pytest.approx(wide, rel=2e-2), name

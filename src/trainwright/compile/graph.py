@@ -3,8 +3,9 @@
 The first updates of a shape warm up; then Python runs once more, captured. On a CPU the step runs eagerly each time,
 under the same guards (guards.py). The trainer passes its `train_step`; this module knows no trainer.
 
-With several ranks a graph contains the collectives of its step. Each rank decides alone whether it warms up, captures
-or replays: every one of these runs the collectives of the step once, in the same order, so the ranks need not agree.
+With several ranks a graph contains the collectives of its step. NCCL requires that all ranks capture an operation in
+the same step, and that all replay the graphs of that capture or none: before each update the ranks exchange a number
+that stands for the shapes of all of their batches, by which every one of them makes the same decision.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class _Signature(NamedTuple):
     same: tuple[int, ...] | None
     """For each tensor the first that is the same object; None if all differ."""
     num_samples: int
+    of_all_ranks: int = 0
+    """A number that differs if the signature of any rank does; 0 for a single process."""
 
 
 class _Outputs:
@@ -158,11 +161,11 @@ class GraphStep:
         read_weight: Callable[[], Any],
         read_progress: Callable[[], tuple[int, ...]],
         has_user_code_between_steps: bool,
-        is_alone: bool = True,
+        sum_over_ranks: Callable[..., tuple[int, ...]] | None = None,
     ) -> None:
         """`read_progress` returns the completed steps, then numbers that change when user code has run.
 
-        `is_alone` is True for a single process.
+        `sum_over_ranks` returns sums of integers over all ranks (`Ranks.sum_counts`); None for a single process.
         """
         self._train_step = train_step
         self._backend = backend
@@ -174,7 +177,9 @@ class GraphStep:
         self._read_weight = read_weight
         self._read_progress = read_progress
         self._compares_always = has_user_code_between_steps
-        self._is_alone = is_alone
+        self._sum_over_ranks = sum_over_ranks
+        self._is_unsettled = False
+        """True if the last capture created state, so that this rank has not kept its graph."""
         self._graphs: dict[_Signature, _Graph] = {}
         self._num_runs: dict[_Signature, int] = {}
         self._is_prepared = self._was_prepared_to_skip = False
@@ -196,8 +201,10 @@ class GraphStep:
         inputs, signature, rebuild = _take_apart(batch, num_samples)
         if any(each.requires_grad for each in inputs):
             _reject_gradients(batch)
+        if self._sum_over_ranks is not None:
+            signature = self._agree(signature)
         graph = self._graphs.get(signature) if signature is not None else None
-        if graph is not None and self._is_valid(graph):
+        if graph is not None and (self._sum_over_ranks is not None or self._is_valid(graph)):  # `_agree` has compared
             if graph.reads_step_tensor:
                 self._step_tensor.read(self._read_progress()[0])
             self._num_replays += 1
@@ -226,7 +233,7 @@ class GraphStep:
 
         With several ranks the error itself is raised: the others would wait for the collectives of a second run.
         """
-        if not self._is_alone:
+        if self._sum_over_ranks is not None:
             raise error
         try:
             self._train_step(batch)
@@ -234,19 +241,42 @@ class GraphStep:
             raise explained from None
         raise error
 
+    def _agree(self, signature: _Signature | None) -> _Signature | None:
+        """Returns the signature with the number of all ranks, None if a rank has none; collective, between hosts.
+
+        If a value has changed that a graph of any rank depends on, all ranks drop their graphs.
+        """
+        assert self._sum_over_ranks is not None
+        changes = next((found for graph in self._graphs.values() if (found := self._changes_of(graph))), [])
+        # 48 bits: the sum over thousands of ranks stays below 64.
+        own = 0 if signature is None else hash(signature) & (2**48 - 1)
+        number, num_without, num_changed, num_unsettled = self._sum_over_ranks(
+            own, int(signature is None), int(bool(changes)), int(self._is_unsettled)
+        )
+        self._is_unsettled = False
+        if num_changed:
+            self._drop(changes)
+        if num_unsettled:
+            self._graphs.clear()
+        return None if signature is None or num_without else signature._replace(of_all_ranks=number)
+
     def _is_valid(self, graph: _Graph) -> bool:
-        """Returns True if nothing has changed since the capture; drops all graphs otherwise.
+        """Returns True if nothing has changed since the capture; drops all graphs otherwise."""
+        changes = self._changes_of(graph)
+        if changes:
+            self._drop(changes)
+        return not changes
+
+    def _changes_of(self, graph: _Graph) -> list[Change]:
+        """Returns what has changed since the capture.
 
         Compares only after code other than ours has run, because a comparison takes some microseconds.
         """
         now = (self._num_eager_runs, *self._read_progress()[1:])
         if not self._compares_always and graph.compared_at == now:
-            return True
+            return []
         graph.compared_at = now
-        changes = graph.fingerprint.changes()
-        if changes:
-            self._drop(changes)
-        return not changes
+        return graph.fingerprint.changes()
 
     def _drop(self, changes: list[Change]) -> None:
         """Drops all graphs; the next updates warm up again, because optimizers may have to create state."""
@@ -254,6 +284,7 @@ class GraphStep:
         self._num_replays = 0
         self.reset()
         names = ", ".join(change.name for change in changes[:4]) + (", ..." if len(changes) > 4 else "")
+        names = names or "a value on another rank"
         logger.info("runtime.mode graph: capturing the step again because %s changed.", names)
         if self._num_short_lived == _MAX_SHORT_LIVED:
             logger.warning(
@@ -294,7 +325,7 @@ class GraphStep:
                 "values",
                 "runtime.mode graph: batches hold %s, which cannot be compared between batches, so their steps run "
                 "without a graph. Use tensors, numbers or strings.",
-                _non_tensors(batch),
+                _non_tensors(batch) or "values on another rank",
             )
             return False
         num_runs = self._num_runs.get(signature, 0)
@@ -364,6 +395,7 @@ class GraphStep:
         )
         if state_changes:
             # State was created: this update differs from those that follow, so the next one is captured instead.
+            self._is_unsettled = True
             self._num_unsettled += 1
             if self._num_unsettled > _MAX_SHORT_LIVED:
                 reject_change(state_changes[0], self._guarded)

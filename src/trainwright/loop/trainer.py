@@ -1839,7 +1839,7 @@ class Trainer:
             has_user_code_between_steps=has_user_code_between_steps(
                 type(self), self.hooks, contract=Trainer, hook_events=HOOK_EVENTS
             ),
-            is_alone=self.ranks.size == 1,
+            sum_over_ranks=self.ranks.sum_counts if self.ranks.size > 1 else None,
         )
 
 

@@ -156,6 +156,17 @@ class Mesh:
         mesh = self.along(axis)
         return None if mesh is None else mesh.get_group()
 
+    @property
+    def all_ranks(self) -> Any:
+        """The process group of all ranks: that of an axis that has all of them, else None, torch's default group.
+
+        Each group has buffers of its own on a GPU, and a CUDA graph should contain the collectives of few groups.
+        """
+        for axis, axes in {"replicate": ("replicate",), "shard": ("fsdp", "context")}.items():
+            if self.size(*axes) == self.size(*AXES):
+                return self.group(axis)
+        return None
+
 
 def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
     """Returns the mesh of the open process group; `axes` may omit those of size 1."""

@@ -147,6 +147,7 @@ class GradientNorm:
         self, parameters: Sequence[torch.nn.Parameter], mesh: Mesh, *, num_stages: Mapping[int, int] | None = None
     ) -> None:
         self._parameters = list(parameters)
+        self._group = mesh.all_ranks
         self._dtype = reduce(torch.promote_types, {each.dtype for each in self._parameters}, torch.float32)
         stages = num_stages or {}
         self._copies = [num_copies(each, mesh) * stages.get(id(each), 1) for each in self._parameters]
@@ -167,7 +168,7 @@ class GradientNorm:
         for copies, gradients in by_copies.items():
             norms = torch.stack([norm.double() for norm in norms_of(gradients)])
             total += norms.square().sum() / copies
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._group)
         return total.sqrt().to(self._dtype)
 
 
@@ -224,7 +225,7 @@ class GradientSum:
         # Frozen ones too: a hook may unfreeze them later, and one without a gradient costs one flag.
         self._parameters = list(parameters)
         self._ranks = ranks
-        self._group = ranks.mesh.group("replicate")
+        self._group, self._all_ranks = ranks.mesh.group("replicate"), ranks.mesh.all_ranks
         self._enter = enter
         self._sums_gradients = sums_gradients and ranks.mesh.size("replicate") > 1
         self._buckets = self._make_buckets() if self._sums_gradients else []
@@ -308,7 +309,7 @@ class GradientSum:
         sums, self._pending = self._pending, []
         if self._overlaps is None and self._seen:
             self._overlaps = True  # each gradient was accumulated once in a whole backward
-        waiting = [dist.all_reduce(totals, async_op=True)]
+        waiting = [dist.all_reduce(totals, group=self._all_ranks, async_op=True)]
         # A frozen parameter has no gradient on any rank: it is not missing, and no host has to wait for the others.
         present = [parameter.grad is not None or not parameter.requires_grad for parameter in self._parameters]
         if is_captured and self._sums_gradients:
