@@ -215,6 +215,7 @@ class FusedForward:
         self._model = model
         self._wanted = wanted
         self._loss_function = model.loss_function
+        self._criterion = nn.CrossEntropyLoss()  # what that computes; torch 2.11 compiles no call that makes one
         self._output = _output_without_logits()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -240,10 +241,10 @@ class FusedForward:
     def _may_fuse(self, model: Any, kwargs: Mapping[str, Any]) -> bool:
         if kwargs.get("labels") is None or any(kwargs.get(name) is not None for name in _OTHER_LOSSES):
             return False
-        head, criterion = model.get_output_embeddings(), nn.CrossEntropyLoss()
+        head = model.get_output_embeddings()
         is_usual = model.loss_function is self._loss_function and not kwargs.get("logits_to_keep")
         parameter = next(model.parameters())
-        return is_usual and fuses_loss(self._wanted, head, criterion, parameter, training=model.training)
+        return is_usual and fuses_loss(self._wanted, head, self._criterion, parameter, training=model.training)
 
 
 _OTHER_LOSSES = ("num_items_in_batch", "shift_labels", "return_dict")

@@ -144,7 +144,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=precise)
         hidden_grads: list[Tensor] = []
         sums: dict[str, Tensor] = {}  # of the gradients of weight and bias, in full precision
-        for start in range(0, len(targets), chunk_rows):
+        # One chunk without a range: torch 2.11 would compile it for this number of rows, and fail for the next.
+        for start in range(0, len(targets), chunk_rows) if len(targets) > chunk_rows else (0,):
             rows = slice(start, start + chunk_rows)
             states, is_counted = hidden[rows], counted[rows, None]
             chosen = torch.where(is_counted, targets[rows, None], 0)  # [rows, 1]
