@@ -254,7 +254,7 @@ BAD = [
     "trainer: {max_steps: 1.5}\n",
     "trainer: {max_steps: many}\n",
     "trainer: {optimizer: {lr: 1}}\n",
-    "runtime: {precision: fp8}\n",
+    "runtime: {precision: fp4}\n",
     "runtime: {mesh: {fsdp: 0}}\n",
     "data: {eval: {train: digits}}\n",
     "data: {loader: {batch_size: 3}}\n",

@@ -57,11 +57,11 @@ def test_a_rank_that_sleeps_in_the_midst_of_a_collective_is_named(tmp_path, undi
     def make_sleepy():
         reduce, count = GradientSum.reduce, iter(range(1, 100))
 
-        def sleepy(self, totals):
+        def sleepy(self, totals, **rest):
             if self._ranks.rank == 1 and next(count) == STEP:
                 self._enter("reduce")
                 sleep_for_ever(None)
-            return reduce(self, totals)
+            return reduce(self, totals, **rest)
 
         GradientSum.reduce = sleepy
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from tests.hooks.test_profiler_summary import STEP, named, ran, summary
 
-from trainwright.config.sections import RuntimeSection
 from trainwright.hooks.costs import LABELS, RunFacts, divide_by_operators, kernel_cost, largest_costs, operator_cost
 from trainwright.hooks.profiler import ROWS, Shares, share_out
 
@@ -204,10 +203,3 @@ def test_the_summary_ends_with_the_costs_and_the_file_has_them():
 def test_where_nothing_can_be_gained_the_summary_says_so():
     shares = Shares({"forward": 1.0}, has_device=True, costs={"matrix": 1.0})
     assert "no setting reduces" in summary(shares=shares, facts=COMPILED).text().splitlines()[-2]
-
-
-def test_fp8_is_not_named_before_it_is_a_setting():
-    from trainwright.hooks.profiler import _PRECISIONS
-
-    assert {"auto", "fp32", "bf16", "fp16"} <= set(_PRECISIONS)
-    assert RuntimeSection().precision in _PRECISIONS

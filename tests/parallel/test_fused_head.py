@@ -22,7 +22,8 @@ def transformers_llama(*, tied, fused):
     sizes = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=tied)
     model = LlamaForCausalLM(config)
-    assert not fused or fuse_head(model, wanted=True)
+    if fused:
+        fuse_head(model, wanted=True)
     return model
 
 

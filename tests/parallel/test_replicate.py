@@ -125,7 +125,7 @@ def compiled_updates(mesh):
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), mesh=mesh)
     torch.manual_seed(0)
     model = Llama(vocab_size=23, hidden_size=16, num_layers=3, num_heads=2).double()
-    compile_blocks(model, "aot_eager")
+    compile_blocks(model, "aot_eager", {})
     assert keep_apart(model)
     run = torch.compile(lambda batch: model(**batch)["loss"], backend="aot_eager")
     gradient_sum = GradientSum(list(model.parameters()), ranks)

@@ -11,8 +11,8 @@ largest value is the largest of the format, and the product is multiplied by bot
 
 The matrix units read both factors along the dim that is summed, so a tensor that occurs in two products is cast into
 two layouts. Casts are plain torch operations: the compiler computes them in the kernels around the products, the
-largest value of each row in the kernel that produces the tensor. Only gradients are cast by a kernel of our own on a
-GPU (fp8_kernel.py). Which layers are fp8 is decided in models/fp8.py.
+largest value of each row in the kernel that produces the tensor. (A Triton kernel that casts gradients into both
+layouts at once was not faster on an H200.) Which layers are fp8 is decided in models/fp8.py.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainwright.backends import waits_for_memory
 from trainwright.backends.backend import scales_rows
-from trainwright.backends.private_torch import has_triton
 from trainwright.models.lora import LoRALinear
 
 Recipe = Literal["tensorwise", "rowwise"]
@@ -34,9 +32,7 @@ Recipe = Literal["tensorwise", "rowwise"]
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """What the sizes of both factors must be divisible by, apart from the rows of the first."""
-_WIDE = (
-    1024  # outputs from which the gradient of a weight is a product of its own: joining gradients is a pass over them
-)
+_WIDE = 1024  # outputs from which a weight's gradient is a product of its own: joining gradients is a pass over them
 _SMALLEST_AMAX = 1e-12  # of a tensor of zeros, whose scale must not be 0
 
 
@@ -138,14 +134,15 @@ class _TensorwiseProduct(torch.autograd.Function):
         row_scale, weight_scale, *rest = ctx.saved_tensors
         weights, kept = rest[: ctx.num_weights], rest[ctx.num_weights :]
         scale = tensor_scale(gradients, GRADIENT_DTYPE)
-        is_trained = len(kept) > 0  # torch 2.11 does not compile bool() of a list
-        joined, transposed = cast_gradients(gradients, scale, both=is_trained)
+        cast_gradients = [cast(each, scale, GRADIENT_DTYPE) for each in gradients]
         row_gradient = None
         if ctx.needs_input_grad[1]:
             cast_weights = _join([_transposed(cast(each, weight_scale, FORWARD_DTYPE)) for each in weights], dim=1)
-            row_gradient = scaled_product(joined, cast_weights, scale, weight_scale, gradients[0].dtype)
-        if not is_trained:
+            joined, dtype = _join(cast_gradients, dim=1), gradients[0].dtype
+            row_gradient = scaled_product(joined, cast_weights, scale, weight_scale, dtype)
+        if not kept:
             return (None, row_gradient, *[None] * len(weights))
+        transposed = [_transposed(each) for each in cast_gradients]
         dtype = _product_dtype(weights[0])
         if min(each.shape[0] for each in weights) >= _WIDE:
             parts = [scaled_product(each, kept[0], scale, row_scale, dtype) for each in transposed]
@@ -222,20 +219,6 @@ def _scale(largest: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def cast(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the tensor divided by its scale, in fp8."""
     return (tensor.float() * scale.reciprocal()).to(dtype)
-
-
-USES_KERNEL = True
-
-
-def cast_gradients(gradients: Sequence[Tensor], scale: Tensor, *, both: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns gradients [M, N₁], [M, N₂], … in fp8: joined as [M, N] and, with `both`, each transposed as [Nᵢ, M]."""
-    if USES_KERNEL and both and waits_for_memory(scale.device) and has_triton():
-        from trainwright.models.layers.fp8_kernel import cast_gradients as cast_by_kernel
-
-        rows, columns = cast_by_kernel(list(gradients), scale)
-        return rows, list(columns.split_with_sizes([each.shape[1] for each in gradients], dim=0))
-    parts = [cast(each, scale, GRADIENT_DTYPE) for each in gradients]
-    return _join(parts, dim=1), [_transposed(each) for each in parts] if both else []
 
 
 def scaled_product(
