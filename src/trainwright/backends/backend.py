@@ -60,8 +60,11 @@ class EagerRecording:
 
 
 def run_guarded(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Runs a function; raises HostReadError if a CUDA graph could not capture it."""
-    with _NoConversions(), _NoDataDependence():
+    """Runs a function; raises HostReadError if a CUDA graph could not capture it.
+
+    Compiled code runs eagerly in it: torch.compile hides operations from a mode, or raises where one is active.
+    """
+    with torch.compiler.set_stance("force_eager"), _NoConversions(), _NoDataDependence():
         return run(list(inputs))
 
 
