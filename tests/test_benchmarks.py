@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
@@ -161,6 +162,31 @@ def test_reports_of_several_commands_are_merged(cases, make_report, tmp_path):
     make_report(fp8=({"1": [150]}, 25.0)).write(other)
     with pytest.raises(SystemExit, match="take turns in one command"):
         Report.merged([tmp_path / "gpu.json", other / "gpu.json"])
+
+
+OURS = [
+    *(("tinyllama", name) for name in ("shipped, bf16, memory budget 0.8", "shipped, fp8", "transformers, fp8")),
+    *(("llama8b", name) for name in ("shipped, bf16", "shipped, fp8")),
+    *(("lora8b", name) for name in ("LoRA, bf16, memory budget 0.5", "LoRA, fp8")),
+    ("gpt2", "shipped, fp8"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_by_block", [False, True], ids=["whole", "by block"])
+@pytest.mark.parametrize(("name", "contender"), OURS)
+def test_settings_of_ours_train_in_a_dry_run(cases, monkeypatch, name, contender, is_by_block):
+    import gpu_contenders
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", "")  # train_ours sets it
+    monkeypatch.setattr(sys, "stdin", io.StringIO("end\n"))
+    case = cases.CASES[name].with_repeated_blocks() if is_by_block else cases.CASES[name]
+    [chosen] = (each for each in case.contenders if each.name == contender)
+    job = {"case": name, "framework": chosen.framework, "options": chosen.options, "dry_run": True, "nanochat": None}
+    messages = io.StringIO()
+    losses = gpu_contenders.train(job, messages)
+    assert json.loads(messages.getvalue())["event"] == "ready"
+    assert losses["loss_after"] < losses["loss_before"] - 0.005
 
 
 @pytest.mark.slow
