@@ -203,3 +203,12 @@ def test_a_dry_run_measures_peers_and_ours(cases, tmp_path):
         assert peer["loss_after"] == pytest.approx(own["loss_after"], abs=5e-3)
         assert own["loss_after"] < own["loss_before"] - 0.01
     assert "| toy model, graph mode | ≥ 18× |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8", "loss"])
+def test_a_dry_run_writes_its_table(tmp_path, name):
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--dry-run", "--output", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["device"] == "cpu"
+    assert "| ms |" in (tmp_path / f"{name}.md").read_text(encoding="utf-8")
