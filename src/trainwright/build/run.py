@@ -503,14 +503,17 @@ def _with_precision(config: RunConfig, model: torch.nn.Module, backend: Backend,
 def _keep_precision(config: RunConfig, folder: Path, backend: Backend, ranks: Ranks) -> RunConfig:
     """Returns the config with the precision of the run in this folder instead of `auto`, if that has checkpoints.
 
-    Raises if the device does not support it: in another precision the run would not continue as it began.
+    Raises if the device does not support it: in another precision the run would not continue as it began. A run in fp8
+    does not keep it, because `runtime.fp8` belongs to it: without both the settings have changed, which raises later.
     """
     if config.runtime.precision != "auto":
         return config
 
     def read() -> tuple[str, str] | None:
         saved = run_folders.read_config(folder)
-        if saved is None or not open_store(checkpoints_location(folder, config)).steps():
+        if saved is None or saved.runtime.precision == "fp8":
+            return None
+        if not open_store(checkpoints_location(folder, config)).steps():
             return None
         return saved.runtime.precision, run_folders.read_device(folder)
 
