@@ -191,9 +191,9 @@ def _build_trainer(
 ) -> Trainer:
     run_folders.reject_reserved(config)
     config, backend, ranks = _join(config)
-    _reject_missing_fp8(config, backend)
     folder = run_folders.run_folder(config)
     config = config if fresh else _keep_precision(config, folder, backend, ranks)
+    _reject_missing_fp8(config, backend)
     kept = None if fresh else _kept_facts(config, folder, ranks)
     referenced = {} if fresh else _referenced_weights(config, folder, ranks)
 
