@@ -41,7 +41,7 @@ from trainwright.optim.device_step import (
     sync_captured_rates,
 )
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.mesh import is_split
+from trainwright.parallel.mesh import Mesh, is_split
 from trainwright.parallel.replicate import MissingGradientError
 from trainwright.tracebacks import user_location
 
@@ -548,6 +548,11 @@ def _reader(value: Any, tensors: list[Tensor]) -> Fill:
     return lambda given: value
 
 
+def uncaptured_axes(mesh: Mesh) -> list[str]:
+    """Returns the axes of a mesh whose collectives a graph cannot contain."""
+    return [axis for axis, size in mesh.sizes.items() if size > 1 and axis not in GRAPH_AXES]
+
+
 def reject_ungraphable(config: RunConfig, ranks: Ranks) -> None:
     """Raises for settings that cannot run as one graph."""
     if config.runtime.mode != "graph":
@@ -559,7 +564,7 @@ def reject_ungraphable(config: RunConfig, ranks: Ranks) -> None:
             "mode compile.",
             where=where,
         )
-    others = [axis for axis, size in ranks.mesh.sizes.items() if size > 1 and axis not in GRAPH_AXES]
+    others = uncaptured_axes(ranks.mesh)
     if others:
         axis = others[0]
         raise ConfigError(

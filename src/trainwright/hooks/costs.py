@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 LABELS = {
@@ -129,8 +129,10 @@ class RunFacts:
     fastest_precision: str = "fp32"
     """What `runtime.precision: auto` stands for on the device."""
     supports_fp8: bool = False
+    """True if the device multiplies in fp8 and the mesh allows it."""
     tf32: bool = True
-    num_ranks: int = 1
+    can_capture: bool = True
+    """True if mode graph supports the precision and the mesh of the run."""
     gathers_fp32: bool = False
     """True if FSDP gathers fp32 parameters that the forward uses in bf16."""
     num_workers: int = 0
@@ -138,8 +140,8 @@ class RunFacts:
     recomputes: bool = False
     casts_weights: bool = False
     """True if autocast casts fp32 weights that an optimizer with masters could keep in bf16."""
-    fused_optimizer: bool | None = None
-    """`optimizer.fused` as it is set; None if it is not."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """`trainer.optimizer` as it is set."""
     fused_loss: bool | None = None
     kernels: str | None = None
     """`model.kernels` of a transformers model; None for others."""
@@ -189,7 +191,7 @@ def _advise_matrix(facts: RunFacts) -> tuple[str | None, str]:
     if facts.is_on_gpu and facts.precision == "fp32" and not facts.tf32:
         return "runtime.tf32: true", "now false"
     if facts.is_on_gpu and facts.supports_fp8 and facts.precision == "bf16":  # a CPU only emulates fp8
-        return "runtime.precision: fp8", "now bf16"
+        return "runtime.precision: fp8", f"now bf16; for wide layers{'' if facts.is_compiled else ', in mode compile'}"
     if facts.recomputes:
         return "model.activation_checkpointing", "recomputes products; fewer layers if they fit"
     return None, f"in {facts.precision}; no setting reduces it"
@@ -216,10 +218,16 @@ def _advise_loss(facts: RunFacts) -> tuple[str | None, str]:
 
 
 def _advise_optimizer(facts: RunFacts) -> tuple[str | None, str]:
-    if facts.fused_optimizer is False:
+    given = facts.optimizer
+    if given.get("fused") is False:
         return "trainer.optimizer.fused: true", "now false"
-    if facts.casts_weights:
-        return "trainer.optimizer.master_weights: true", "with model.dtype: bf16; halves gradients and weights"
+    masters = given.get("master_weights")
+    if facts.is_on_gpu and given.get("type") == "adamw" and not given.get("amsgrad"):
+        if given.get("state") is None:
+            return "trainer.optimizer.state: 8bit", "fewer bytes to read and write; rounds the moments"
+        if masters is True or (facts.casts_weights and not masters):
+            now = "now true" if masters else "with model.dtype: bf16"
+            return "trainer.optimizer.master_weights: stochastic", f"{now}; fewer bytes to read and write"
     return None, "no setting reduces it; with a larger trainer.global_batch_size there are fewer updates"
 
 
@@ -247,7 +255,7 @@ def _advise_host(facts: RunFacts) -> tuple[str | None, str]:
 
 
 def _advise_idle(facts: RunFacts) -> tuple[str | None, str]:
-    if facts.mode != "graph" and facts.num_ranks == 1 and facts.precision != "fp16":
+    if facts.mode != "graph" and facts.can_capture:
         return "runtime.mode: graph", f"now {facts.mode}; one launch for a whole update"
     if not facts.is_compiled:
         return "runtime.mode: compile", f"now {facts.mode}; fewer kernels to launch"
