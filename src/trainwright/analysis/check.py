@@ -645,12 +645,14 @@ def check_trace(
     """
     fallback = case.setting("model.type", ["model"])
     compilations = Compilations(case.users)
-    masked: list[Any] = []
+    num_masked = 0
 
     def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal num_masked
         for node in graph.graph.nodes:
-            has_mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None) is not None
-            masked.extend([node] * (node.target is torch.nn.functional.scaled_dot_product_attention and has_mask))
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
+                num_masked += mask is not None
         return graph.forward
 
     torch.compiler.reset()
@@ -667,7 +669,7 @@ def check_trace(
         with contextlib.suppress(Exception):
             torch.compiler.reset()
     if masks is not None:
-        masks.check_graph(len(masked))
+        masks.check_graph(num_masked)
     for each in compilations.breaks.values():
         problem = f"a compiled graph breaks here: {each.reason}"
         file, _, line = each.location.rpartition(":")

@@ -17,6 +17,7 @@ from trainwright.optim.device_step import (
     STOCHASTIC,
     check_masters,
     copy_reported,
+    count_step,
     device_of,
     fit_loaded_state,
     in_chunks,
@@ -276,20 +277,16 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
     if not parameters:
         return
     has_8bit = group.get("state") == "8bit"
+    steps = count_step(optimizer, parameters)
     for parameter in parameters:
         state = optimizer.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        if FIRST not in state:
             if has_8bit and is_quantized(parameter):
                 state.update(zero_codes(parameter))
             else:
                 state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
     found_inf, grad_scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
-    steps = [optimizer.state[parameter]["step"] for parameter in parameters]
-    torch._foreach_add_(steps, 1.0)
-    if found_inf is not None:
-        torch._foreach_sub_(steps, [found_inf.reshape(())] * len(steps))  # a list: the host would read a single tensor
     is_stochastic = group["master_weights"] == STOCHASTIC
     weights = masters_of(optimizer, parameters) if group["master_weights"] is True else parameters
     pairs = list(zip(parameters, weights, strict=True))

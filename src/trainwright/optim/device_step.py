@@ -96,24 +96,12 @@ class ListOptimizer(torch.optim.Optimizer):
         if not group["master_weights"]:
             return
         if group["master_weights"] == STOCHASTIC:
-            salt = salt_of(self._count_step(parameters))
+            salt = salt_of(count_step(self, parameters)[0])
             for parameter, weight in zip(parameters, stepped, strict=True):
                 if weight is not parameter:
                     own = local(weight)
                     round_to_bf16(own, salt, positions_in(own).view(own.shape))
         round_masters(self.shards_of(list(parameters)), self.shards_of(list(stepped)))
-
-    def _count_step(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Counts a step, unless it is skipped, in the state of the parameters; returns the first counter."""
-        for parameter in parameters:
-            if "step" not in self.state[parameter]:
-                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        steps: list[Tensor] = [self.state[parameter]["step"] for parameter in parameters]
-        torch._foreach_add_(steps, 1.0)
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf.reshape(())] * len(steps))
-        return steps[0]
 
     def gradients_of(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
         """Returns the local gradients, in fp32 for a group with masters."""
@@ -249,6 +237,19 @@ def report_update(optimizer: Any, copied: dict[Tensor, Tensor] | None) -> dict[s
         squares = [norm.to(torch.float32).square() for norm in torch._foreach_norm(copies)]
     total = sum_over_ranks(parameters, squares, stages=optimizer.stages, device=device_of(optimizer))
     return {"update_norm": total.sqrt()}
+
+
+def count_step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Adds 1 to the counter in each parameter's state, unless the step is skipped; returns the counters."""
+    for parameter in parameters:
+        if "step" not in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    steps: list[Tensor] = [optimizer.state[parameter]["step"] for parameter in parameters]
+    torch._foreach_add_(steps, 1.0)
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf.reshape(())] * len(steps))  # a list: the host would read a single tensor
+    return steps
 
 
 def check_masters(tensors: Iterable[Tensor], master_weights: bool | str) -> None:
