@@ -485,9 +485,9 @@ def _build_model(
 
 
 def _with_precision(config: RunConfig, model: torch.nn.Module, backend: Backend, ranks: Ranks) -> RunConfig:
-    """Returns the config with a precision instead of `auto`, the same on every rank: bf16 if all devices choose it.
+    """Returns the config with the precision that `auto` selects, the same on every rank.
 
-    Weights in fp64 or fp16 are computed with as they are, which is what fp32 means: no autocast.
+    A model whose weights are mostly fp64 or fp16 runs without autocast, as with fp32.
     """
     if config.runtime.precision != "auto":
         return config
@@ -501,9 +501,9 @@ def _with_precision(config: RunConfig, model: torch.nn.Module, backend: Backend,
 
 
 def _keep_precision(config: RunConfig, folder: Path, backend: Backend, ranks: Ranks) -> RunConfig:
-    """Returns the config with the precision of the run in this folder instead of `auto`, if that has checkpoints.
+    """Returns the config with the precision of the run in this folder instead of `auto`, if it has checkpoints.
 
-    Raises if the device does not support it: in another precision the run would not continue as it began.
+    Raises if the device does not support that precision, because the run would continue with other numbers.
     """
     if config.runtime.precision != "auto":
         return config

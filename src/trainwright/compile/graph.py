@@ -4,8 +4,8 @@ The first updates of a shape warm up; then Python runs once more, captured. On a
 under the same guards (guards.py). The trainer passes its `train_step`; this module knows no trainer.
 
 With several ranks a graph contains the collectives of its step. NCCL requires that all ranks capture an operation in
-the same step, and that all replay the graphs of that capture or none: before each update the ranks exchange a number
-that stands for the shapes of all of their batches, by which every one of them makes the same decision.
+the same step, and that either all ranks replay the graphs of that capture or none does. Before each update the ranks
+therefore exchange a number that identifies the shapes of all batches, so that all make the same decision.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _Signature(NamedTuple):
     """For each tensor the first that is the same object; None if all differ."""
     num_samples: int
     of_all_ranks: int = 0
-    """A number that differs if the signature of any rank does; 0 for a single process."""
+    """A number that changes with the signature of any rank; 0 for a single process."""
 
 
 class _Outputs:
@@ -204,7 +204,7 @@ class GraphStep:
         if self._sum_over_ranks is not None:
             signature = self._agree(signature)
         graph = self._graphs.get(signature) if signature is not None else None
-        if graph is not None and (self._sum_over_ranks is not None or self._is_valid(graph)):  # `_agree` has compared
+        if graph is not None and (self._sum_over_ranks is not None or self._is_valid(graph)):  # `_agree` checked it
             if graph.reads_step_tensor:
                 self._step_tensor.read(self._read_progress()[0])
             self._num_replays += 1
@@ -225,13 +225,13 @@ class GraphStep:
         self._graphs, self._num_runs, self._is_prepared = {}, {}, False
 
     def close(self) -> None:
-        """Drops all graphs. Called at the end of training: NCCL cannot close a group whose collectives a graph has."""
+        """Drops all graphs. Called at the end of training: NCCL cannot close a group that a graph uses."""
         self._graphs.clear()
 
     def _fail_eagerly(self, batch: Any, error: Exception) -> NoReturn:
         """Runs a step whose replay failed eagerly: it then fails with the user's line, and is explained.
 
-        With several ranks the error itself is raised: the others would wait for the collectives of a second run.
+        With several ranks the error is raised as it is, because the other ranks would not join a second run.
         """
         if self._sum_over_ranks is not None:
             raise error
@@ -242,9 +242,9 @@ class GraphStep:
         raise error
 
     def _agree(self, signature: _Signature | None) -> _Signature | None:
-        """Returns the signature with the number of all ranks, None if a rank has none; collective, between hosts.
+        """Returns the signature with the number of all ranks, None if any rank has none. Collective, between hosts.
 
-        If a value has changed that a graph of any rank depends on, all ranks drop their graphs.
+        If a value that a graph depends on has changed on any rank, all ranks drop their graphs.
         """
         assert self._sum_over_ranks is not None
         changes = next((found for graph in self._graphs.values() if (found := self._changes_of(graph))), [])

@@ -106,7 +106,7 @@ def _mark_full_rows(kwargs: dict[str, Any]) -> None:
 
 
 def recognizes_full_rows(model: nn.Module) -> bool:
-    """Returns True if a model gains from masks that `mark_full_rows` has marked: a shipped one, or one of this file."""
+    """Returns True if a model recognizes the masks of `mark_full_rows`: a shipped model, or one of this file."""
     hooks = model._forward_pre_hooks.values()
     return isinstance(model, Model) or any(isinstance(each, _ForwardHook) and each.marks_full_rows for each in hooks)
 

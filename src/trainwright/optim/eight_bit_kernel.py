@@ -2,8 +2,8 @@
 
 Each element is read and written once: codes → moments → weight → codes, with clipping, the skip and stochastic rounding
 of bf16 weights. For bf16 weights and gradients without masters that is 10 bytes per element. The formulas are those of
-eight_bit.py, the only file that imports this one; results differ in the last bit of fp32, by which a stochastic
-rounding may go the other way.
+eight_bit.py, the only file that imports this one. Results may differ in the last bit of fp32, which can change the
+direction of a stochastic rounding.
 """
 
 from __future__ import annotations
