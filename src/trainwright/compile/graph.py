@@ -11,7 +11,8 @@ therefore exchange a number that identifies the shapes of all batches, so that a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -178,6 +179,7 @@ class GraphStep:
         self._read_progress = read_progress
         self._compares_always = has_user_code_between_steps
         self._sum_over_ranks = sum_over_ranks
+        self._salt = secrets.randbits(48)
         self._is_unsettled = False
         """True if the last capture created state, so that this rank has not kept its graph."""
         self._graphs: dict[_Signature, _Graph] = {}
@@ -248,8 +250,7 @@ class GraphStep:
         """
         assert self._sum_over_ranks is not None
         changes = next((found for graph in self._graphs.values() if (found := self._changes_of(graph))), [])
-        # 48 bits: the sum over thousands of ranks stays below 64.
-        own = 0 if signature is None else hash(signature) & (2**48 - 1)
+        own = 0 if signature is None else number_of(signature, salt=self._salt)
         number, num_without, num_changed, num_unsettled = self._sum_over_ranks(
             own, int(signature is None), int(bool(changes)), int(self._is_unsettled)
         )
@@ -486,6 +487,14 @@ def _take_apart(batch: Any, num_samples: int) -> tuple[list[Tensor], _Signature 
     if None in known:
         return inputs, None, rebuild
     return inputs, _Signature(str(structure), known, _identities(inputs), num_samples), rebuild
+
+
+def number_of(signature: Hashable, *, salt: int) -> int:
+    """Returns 48 bits for the signature of a rank's batch, whose sum over thousands of ranks has fewer than 64 bits.
+
+    Each rank has its own `salt`: if two ranks exchange their shapes, the sum changes for all ranks.
+    """
+    return hash((salt, signature)) & (2**48 - 1)
 
 
 def _identities(inputs: list[Tensor]) -> tuple[int, ...] | None:
