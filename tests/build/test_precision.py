@@ -128,10 +128,11 @@ def test_a_gpu_chooses_by_its_compute_capability(monkeypatch, capability, precis
     assert backend.supports_precision("fp16")
 
 
-def test_a_tpu_chooses_bf16_and_has_no_fp16():
+def test_a_tpu_chooses_bf16_and_has_neither_fp16_nor_fp8():
     backend = TpuBackend(torch.device("cpu"))
     assert backend.choose_precision() == "bf16"
     assert not backend.supports_precision("fp16")
+    assert not backend.supports_precision("fp8")
 
 
 def test_a_plan_for_an_absent_gpu_expects_bf16(monkeypatch):

@@ -47,9 +47,11 @@ def test_what_does_not_fit_gets_advice_that_the_run_does_not_follow_yet(run_file
     (advice,) = [line for line in invoke(run_file, *full).stdout.splitlines() if line.startswith("To try: ")]
     assert "model.activation_checkpointing" in advice
     assert "runtime.mesh.tensor" in advice
+    assert "trainer.optimizer.state: 8bit" in advice
     assert "gather_precision" not in advice, "the run is in fp32"
     wiser = (
         "model.activation_checkpointing=[DecoderLayer]",
+        "trainer.optimizer.state_dtype=bf16",
         "runtime.precision=bf16",
         "runtime.gather_precision=fp32",
         "runtime.mesh={fsdp: -1, tensor: 2}",
@@ -58,6 +60,7 @@ def test_what_does_not_fit_gets_advice_that_the_run_does_not_follow_yet(run_file
     assert "more data ranks" in advice
     assert "remove runtime.gather_precision" in advice
     assert "model.activation_checkpointing" not in advice
+    assert "8bit" not in advice
     assert "runtime.mesh.tensor" not in advice
 
 

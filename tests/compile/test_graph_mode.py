@@ -13,7 +13,7 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright import Hook, Mean, RunConfig, StepResult, Trainer, build_trainer, get_event_storage
-from trainwright.compile.graph import MAX_GRAPHS, GraphStep
+from trainwright.compile.graph import MAX_GRAPHS, GraphStep, number_of
 from trainwright.errors import AnomalyError, ConfigError, TrainwrightError
 
 TIMED = ("per_second", "seconds_per_step")
@@ -412,3 +412,10 @@ def test_a_script_may_hold_the_trainer_in_a_global(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "held", trainer)
     trainer.train()
     assert trainer.is_finished
+
+
+def test_ranks_that_exchange_their_shapes_are_another_combination():
+    """A third rank, whose own shape stays, must not replay while those two capture."""
+    short, long = ("input_ids", (4, 128)), ("input_ids", (4, 256))
+    assert number_of(short, salt=1) + number_of(long, salt=2) != number_of(long, salt=1) + number_of(short, salt=2)
+    assert number_of(short, salt=1) == number_of(short, salt=1) < 2**48

@@ -553,9 +553,9 @@ def _listed(names: list[str]) -> str:
 
 
 class MaskCheck:
-    """Looks for masks of attention that change nothing; HostSyncMode calls it for every call of attention.
+    """Finds attention masks that change nothing; HostSyncMode calls it for each call of attention.
 
-    A mask of all pairs of tokens takes memory and time, and excludes the fastest kernels.
+    A mask of all pairs of tokens costs memory and time, and excludes the fastest kernels.
     """
 
     def __init__(self, trainer: Trainer, case: Case) -> None:
@@ -568,7 +568,7 @@ class MaskCheck:
     def __call__(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: SourceLocation | None
     ) -> None:
-        """Adds a finding for a mask that is causal or lets every token see all; accepts other calls."""
+        """Adds a finding for a mask that is only causal, or that hides nothing."""
         is_module = name == "multi_head_attention_forward"
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 and not is_module else None)
         if not isinstance(mask, torch.Tensor) or kwargs.get("is_causal"):
@@ -601,12 +601,12 @@ class MaskCheck:
             self._case.add("remark", problem, advice, self._case.setting("model.attn_implementation"))
 
     def check_graph(self, num_masked: int) -> None:
-        """Adds a finding if compiled code has masks, `num_masked` of them, where eager code needed none."""
+        """Adds a finding if compiled code has `num_masked` masks and eager code has none."""
         section = self._case.config.model
         if not num_masked or self.num_masked or not self.num_unmasked or section is None:
             return
-        problem = "when it is compiled, this model makes a causal mask of all pairs of tokens for rows without padding."
-        advice, label = "Let it pass is_causal=True to attention where a batch has no padding.", "model.type"
+        problem = "the compiled model creates a causal mask of all pairs of tokens for rows without padding."
+        advice, label = "Pass is_causal=True to attention if a batch has no padding.", "model.type"
         if is_transformers_class(type(self._trainer.model)):
             found = next((name for name in ("kernels", "attn_implementation") if name in section), None)
             if found is not None:
@@ -641,16 +641,18 @@ def check_trace(
 ) -> None:
     """Notes each graph break of a call; `reported` are the lines that findings have already.
 
-    `masks` also looks for masks that only compiled code makes.
+    `masks` also reports masks that only compiled code creates.
     """
     fallback = case.setting("model.type", ["model"])
     compilations = Compilations(case.users)
-    masked: list[Any] = []
+    num_masked = 0
 
     def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal num_masked
         for node in graph.graph.nodes:
-            has_mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None) is not None
-            masked.extend([node] * (node.target is torch.nn.functional.scaled_dot_product_attention and has_mask))
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
+                num_masked += mask is not None
         return graph.forward
 
     torch.compiler.reset()
@@ -667,7 +669,7 @@ def check_trace(
         with contextlib.suppress(Exception):
             torch.compiler.reset()
     if masks is not None:
-        masks.check_graph(len(masked))
+        masks.check_graph(num_masked)
     for each in compilations.breaks.values():
         problem = f"a compiled graph breaks here: {each.reason}"
         file, _, line = each.location.rpartition(":")

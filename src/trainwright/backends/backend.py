@@ -118,7 +118,7 @@ _MAX_COPY_THREADS = 8
 _CHUNK_BYTES = 16 * 2**20
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-"""By precision; with fp8 everything except for the products of linear layers is bf16."""
+"""By precision; with fp8 everything except the products of linear layers is in bf16."""
 
 
 class Backend:
@@ -144,7 +144,7 @@ class Backend:
         torch.default_generator.manual_seed(value)
 
     def choose_precision(self) -> str:
-        """Returns the `runtime.precision` that `auto` stands for on this device."""
+        """Returns the precision that `runtime.precision: auto` selects on this device."""
         return "fp32"
 
     def supports_precision(self, precision: str) -> bool:
@@ -166,9 +166,10 @@ class Backend:
         return nullcontext()
 
     def missing_fp8(self, setting: str) -> str | None:
-        """Returns why a run with this `runtime.device` does not multiply in fp8; None if it does.
+        """Returns why a run with this `runtime.device` cannot use fp8; None if it can.
 
-        A CPU rounds as a GPU does, but slowly: only runs that name it use it, such as tests and `trainwright check`.
+        A CPU emulates fp8 with the same rounding, but slowly. It must be requested by `runtime.device: cpu`, as tests
+        and `trainwright check` do.
         """
         return None if setting == "cpu" else f"this run is on {self.describe()}"
 
@@ -240,7 +241,7 @@ def waits_for_memory(device: torch.device) -> bool:
 
 
 def scales_rows(device: torch.device) -> bool:
-    """Returns True if torch multiplies fp8 tensors with a scale for each row, which 2.11 does only on a GPU."""
+    """Returns True if torch multiplies fp8 tensors with a scale for each row; torch 2.11 does so only on a GPU."""
     return device.type == "cuda"
 
 
@@ -368,7 +369,7 @@ def pick_backend(setting: str, *, local_rank: int = 0, where: object | None = No
 
 
 def expected_precision(setting: str) -> str:
-    """Returns what `runtime.precision: auto` stands for on a `runtime.device`; bf16 for one that is not here."""
+    """Returns what `runtime.precision: auto` selects for a `runtime.device`; bf16 if the device is not available."""
     try:
         return pick_backend(setting).choose_precision()
     except ConfigError:

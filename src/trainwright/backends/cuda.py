@@ -39,9 +39,9 @@ class CudaGraph:
     ) -> None:
         """Captures `run`; its temporary tensors use the memory pool of `shares_with`.
 
-        Graphs of one pool overwrite each other's temporary tensors. That is safe in any order of replays, which run one
-        after the other: what outlives a replay, the outputs and the gradients, is referenced here, and the pool gives
-        referenced memory to no other graph.
+        Graphs of one pool overwrite each other's temporary tensors. This is safe because replays run one after the
+        other: the tensors that outlive a replay, outputs and gradients, are referenced here, and the pool does not
+        reuse referenced memory.
         """
         self._is_repeated = [is_repeated(each) for each in inputs]
         self._inputs = [torch.empty_like(each) for each in self._without_repeats(inputs)]
@@ -58,7 +58,7 @@ class CudaGraph:
         except BaseException:
             # A failed capture leaves the generator in capture mode, in which it draws no numbers outside of a graph.
             generator.graphsafe_set_state(before)
-            del self._graph  # the traceback keeps this object, and NCCL cannot close a group that a graph uses
+            del self._graph  # the traceback references this object, and NCCL cannot close a group that a graph uses
             raise
         warn_of_constants(self._outputs, stream.device)
         # Each graph writes its own gradients, and the optimizers after a replay read those of the parameters.
@@ -82,7 +82,7 @@ class CudaGraph:
 
 
 def is_repeated(tensor: Tensor) -> bool:
-    """Returns True for one element that is expanded to all positions, as the mask of full rows: only it is copied."""
+    """Returns True for one element that is expanded to all positions, such as the mask of full rows."""
     return tensor.dim() > 0 and tensor.numel() > 0 and not any(tensor.stride())
 
 
@@ -116,7 +116,7 @@ class CudaBackend(Backend):
         super().__init__(device)
         self._capture_stream: torch.cuda.Stream | None = None
         self._graphs: WeakSet[CudaGraph] = WeakSet()
-        """The graphs that share a memory pool; torch does not reuse the pool of graphs that no longer exist."""
+        """The graphs that share a memory pool; torch cannot reuse the pool of deleted graphs."""
 
     def claim(self) -> None:
         """Makes this device the current one, for NCCL and for kernels that use the current device."""
@@ -139,7 +139,7 @@ class CudaBackend(Backend):
         return "bf16" if self.supports_precision("bf16") else "fp32"
 
     def supports_precision(self, precision: str) -> bool:
-        """Returns False for what the tensor cores of the GPU lack, such as bf16 before compute capability 8.0."""
+        """Returns False for a precision that the GPU only emulates, such as bf16 before compute capability 8.0."""
         if torch.version.hip is not None:
             return precision != "fp8"
         return torch.cuda.get_device_capability(self.device) >= _LEAST_CAPABILITIES.get(precision, (0, 0))
@@ -170,8 +170,8 @@ class CudaBackend(Backend):
         """Returns None for Ada, Hopper and later."""
         if self.supports_precision("fp8"):
             return None
-        if torch.version.hip is not None:  # its fp8 formats differ between generations; nothing of it was tried
-            return f"{self.describe()} is a GPU of AMD"
+        if torch.version.hip is not None:  # its fp8 formats differ between generations and are untested
+            return f"{self.describe()} is an AMD GPU"
         major, minor = torch.cuda.get_device_capability(self.device)
         return f"{self.describe()} has {major}.{minor}"
 
@@ -305,15 +305,15 @@ def _without_tf32_warnings() -> Iterator[None]:
 
 
 FLASH_PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}
-"""The modules that torch takes newer versions of FlashAttention from; it contains version 2."""
+"""The modules from which torch loads newer versions of FlashAttention; it contains version 2."""
 FLASH_OF_CAPABILITY = {9: ("FA3", "FA4"), 10: ("FA4",)}
 """The versions for Hopper and Blackwell, the faster one first."""
 
 
 def activate_flash(capability: int) -> str | None:
-    """Makes torch's flash kernel that of FlashAttention 3 or 4 if its package is installed; returns which.
+    """Activates FlashAttention 3 or 4 for torch's flash kernel if its package is installed; returns which.
 
-    The choice is the process's. One that the user has activated is kept.
+    This affects the whole process. A version that the user has activated is kept.
     """
     from torch.nn import attention
 
@@ -338,7 +338,7 @@ def activate_flash(capability: int) -> str | None:
 
 
 def _is_installed(module: str) -> bool:
-    """Returns True if a module can be found; imports nothing, because the package of a submodule may take seconds."""
+    """Returns True if a module can be found; does not import its package, which may take seconds."""
     package, *inner = module.split(".")
     spec = find_spec(package)
     if spec is None or not inner:

@@ -43,8 +43,8 @@ class TpuBackend(Backend):
         return "bf16"
 
     def supports_precision(self, precision: str) -> bool:
-        """Returns False for fp16."""
-        return precision != "fp16"
+        """Returns False for fp16 and fp8."""
+        return precision not in ("fp16", "fp8")
 
     def autocast(self, precision: str, *, keeps_casts: bool = True) -> AbstractContextManager[Any]:
         """Returns the context of a forward; rejects fp16, because a TPU computes in bfloat16."""

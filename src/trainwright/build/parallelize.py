@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainwright.backends.backend import AUTOCAST_DTYPES
 from trainwright.checkpoint.encoding import fill
 from trainwright.compile.regions import compile_arguments
 from trainwright.config import RunConfig
@@ -242,4 +243,5 @@ def gather_dtype(precision: str) -> torch.dtype | None:
 
     Under autocast matrix products round weights to bf16 anyway. fp16 has too small a range for some weights.
     """
-    return torch.bfloat16 if precision in ("bf16", "fp8") else None
+    dtype = AUTOCAST_DTYPES.get(precision)
+    return dtype if dtype == torch.bfloat16 else None

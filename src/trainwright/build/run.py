@@ -191,9 +191,9 @@ def _build_trainer(
 ) -> Trainer:
     run_folders.reject_reserved(config)
     config, backend, ranks = _join(config)
-    _reject_missing_fp8(config, backend)
     folder = run_folders.run_folder(config)
     config = config if fresh else _keep_precision(config, folder, backend, ranks)
+    _reject_missing_fp8(config, backend)
     kept = None if fresh else _kept_facts(config, folder, ranks)
     referenced = {} if fresh else _referenced_weights(config, folder, ranks)
 
@@ -485,9 +485,9 @@ def _build_model(
 
 
 def _with_precision(config: RunConfig, model: torch.nn.Module, backend: Backend, ranks: Ranks) -> RunConfig:
-    """Returns the config with a precision instead of `auto`, the same on every rank: bf16 if all devices choose it.
+    """Returns the config with the precision that `auto` selects, the same on every rank.
 
-    Weights in fp64 or fp16 are computed with as they are, which is what fp32 means: no autocast.
+    A model whose weights are mostly fp64 or fp16 runs without autocast, as with fp32.
     """
     if config.runtime.precision != "auto":
         return config
@@ -501,10 +501,10 @@ def _with_precision(config: RunConfig, model: torch.nn.Module, backend: Backend,
 
 
 def _keep_precision(config: RunConfig, folder: Path, backend: Backend, ranks: Ranks) -> RunConfig:
-    """Returns the config with the precision of the run in this folder instead of `auto`, if that has checkpoints.
+    """Returns the config with the precision of the run in this folder instead of `auto`, if it has checkpoints.
 
-    Raises if the device does not support it: in another precision the run would not continue as it began. A run in fp8
-    does not keep it, because `runtime.fp8` belongs to it: without both the settings have changed, which raises later.
+    Raises if the device does not support that precision, because the run would continue with other numbers. fp8 is not
+    kept, because it belongs to `runtime.fp8`: a run in fp8 that resumes without both has changed settings, which raises.
     """
     if config.runtime.precision != "auto":
         return config

@@ -63,6 +63,7 @@ def read_size(text: str) -> int:
 def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
     """Returns settings that reduce the memory and that the run does not use yet."""
     from trainwright.analysis.fake_ranks import planned_precision
+    from trainwright.build.parallelize import gather_dtype
 
     found = []
     if config.model is not None and "activation_checkpointing" not in config.model.reserved:
@@ -71,9 +72,16 @@ def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
         found.append("split the model instead of copying it (runtime.mesh: {fsdp: -1})")
     else:
         found.append("more data ranks (--world, with runtime.mesh: {fsdp: -1})")
-    is_bf16 = planned_precision(config) in ("bf16", "fp8")
-    if is_bf16 and config.runtime.gather_precision == "fp32" and axes.get("fsdp", 1) > 1:
+    has_default = gather_dtype(planned_precision(config)) is not None
+    if has_default and config.runtime.gather_precision == "fp32" and axes.get("fsdp", 1) > 1:
         found.append("gather weights as bf16 (remove runtime.gather_precision)")
+    optimizer = config.trainer.optimizer
+    if (
+        optimizer is not None
+        and optimizer.type == "adamw"
+        and not {"state", "state_dtype"} & optimizer.arguments.keys()
+    ):
+        found.append("keep moments in 8 bits (trainer.optimizer.state: 8bit)")
     if axes.get("tensor", 1) == 1:
         found.append("split layers too (runtime.mesh.tensor, within one machine)")
     return "; ".join(found)

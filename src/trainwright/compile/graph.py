@@ -4,14 +4,15 @@ The first updates of a shape warm up; then Python runs once more, captured. On a
 under the same guards (guards.py). The trainer passes its `train_step`; this module knows no trainer.
 
 With several ranks a graph contains the collectives of its step. NCCL requires that all ranks capture an operation in
-the same step, and that all replay the graphs of that capture or none: before each update the ranks exchange a number
-that stands for the shapes of all of their batches, by which every one of them makes the same decision.
+the same step, and that either all ranks replay the graphs of that capture or none does. Before each update the ranks
+therefore exchange a number that identifies the shapes of all batches, so that all make the same decision.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -41,7 +42,7 @@ from trainwright.optim.device_step import (
     sync_captured_rates,
 )
 from trainwright.parallel.collectives import Ranks
-from trainwright.parallel.mesh import is_split
+from trainwright.parallel.mesh import Mesh, is_split
 from trainwright.parallel.replicate import MissingGradientError
 from trainwright.tracebacks import user_location
 
@@ -121,7 +122,7 @@ class _Signature(NamedTuple):
     """For each tensor the first that is the same object; None if all differ."""
     num_samples: int
     of_all_ranks: int = 0
-    """A number that differs if the signature of any rank does; 0 for a single process."""
+    """A number that changes with the signature of any rank; 0 for a single process."""
 
 
 class _Outputs:
@@ -178,6 +179,7 @@ class GraphStep:
         self._read_progress = read_progress
         self._compares_always = has_user_code_between_steps
         self._sum_over_ranks = sum_over_ranks
+        self._salt = secrets.randbits(48)
         self._is_unsettled = False
         """True if the last capture created state, so that this rank has not kept its graph."""
         self._graphs: dict[_Signature, _Graph] = {}
@@ -204,7 +206,7 @@ class GraphStep:
         if self._sum_over_ranks is not None:
             signature = self._agree(signature)
         graph = self._graphs.get(signature) if signature is not None else None
-        if graph is not None and (self._sum_over_ranks is not None or self._is_valid(graph)):  # `_agree` has compared
+        if graph is not None and (self._sum_over_ranks is not None or self._is_valid(graph)):  # `_agree` checked it
             if graph.reads_step_tensor:
                 self._step_tensor.read(self._read_progress()[0])
             self._num_replays += 1
@@ -225,13 +227,13 @@ class GraphStep:
         self._graphs, self._num_runs, self._is_prepared = {}, {}, False
 
     def close(self) -> None:
-        """Drops all graphs. Called at the end of training: NCCL cannot close a group whose collectives a graph has."""
+        """Drops all graphs. Called at the end of training: NCCL cannot close a group that a graph uses."""
         self._graphs.clear()
 
     def _fail_eagerly(self, batch: Any, error: Exception) -> NoReturn:
         """Runs a step whose replay failed eagerly: it then fails with the user's line, and is explained.
 
-        With several ranks the error itself is raised: the others would wait for the collectives of a second run.
+        With several ranks the error is raised as it is, because the other ranks would not join a second run.
         """
         if self._sum_over_ranks is not None:
             raise error
@@ -242,14 +244,13 @@ class GraphStep:
         raise error
 
     def _agree(self, signature: _Signature | None) -> _Signature | None:
-        """Returns the signature with the number of all ranks, None if a rank has none; collective, between hosts.
+        """Returns the signature with the number of all ranks, None if any rank has none. Collective, between hosts.
 
-        If a value has changed that a graph of any rank depends on, all ranks drop their graphs.
+        If a value that a graph depends on has changed on any rank, all ranks drop their graphs.
         """
         assert self._sum_over_ranks is not None
         changes = next((found for graph in self._graphs.values() if (found := self._changes_of(graph))), [])
-        # 48 bits: the sum over thousands of ranks stays below 64.
-        own = 0 if signature is None else hash(signature) & (2**48 - 1)
+        own = 0 if signature is None else number_of(signature, salt=self._salt)
         number, num_without, num_changed, num_unsettled = self._sum_over_ranks(
             own, int(signature is None), int(bool(changes)), int(self._is_unsettled)
         )
@@ -488,6 +489,14 @@ def _take_apart(batch: Any, num_samples: int) -> tuple[list[Tensor], _Signature 
     return inputs, _Signature(str(structure), known, _identities(inputs), num_samples), rebuild
 
 
+def number_of(signature: Hashable, *, salt: int) -> int:
+    """Returns 48 bits for the signature of a rank's batch, whose sum over thousands of ranks has fewer than 64 bits.
+
+    Each rank has its own `salt`: if two ranks exchange their shapes, the sum changes for all ranks.
+    """
+    return hash((salt, signature)) & (2**48 - 1)
+
+
 def _identities(inputs: list[Tensor]) -> tuple[int, ...] | None:
     ids = [id(each) for each in inputs]
     return None if len(set(ids)) == len(ids) else tuple([ids.index(each) for each in ids])
@@ -548,6 +557,11 @@ def _reader(value: Any, tensors: list[Tensor]) -> Fill:
     return lambda given: value
 
 
+def uncaptured_axes(mesh: Mesh) -> list[str]:
+    """Returns the axes of a mesh whose collectives a graph cannot contain."""
+    return [axis for axis, size in mesh.sizes.items() if size > 1 and axis not in GRAPH_AXES]
+
+
 def reject_ungraphable(config: RunConfig, ranks: Ranks) -> None:
     """Raises for settings that cannot run as one graph."""
     if config.runtime.mode != "graph":
@@ -559,7 +573,7 @@ def reject_ungraphable(config: RunConfig, ranks: Ranks) -> None:
             "mode compile.",
             where=where,
         )
-    others = [axis for axis, size in ranks.mesh.sizes.items() if size > 1 and axis not in GRAPH_AXES]
+    others = uncaptured_axes(ranks.mesh)
     if others:
         axis = others[0]
         raise ConfigError(

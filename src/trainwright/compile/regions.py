@@ -115,8 +115,8 @@ def _check_compiler_settings(config: RunConfig) -> None:
         if mode == "max-autotune":
             advice = f"Use max-autotune-no-cudagraphs{'' if runtime.mode == 'graph' else ', with runtime.mode: graph'}"
         raise ConfigError(
-            f"{label}: {mode or _CUDA_GRAPHS} makes torch.compile capture CUDA graphs of its own, whose outputs the "
-            "next forward overwrites: accumulated gradients and metrics that are logged later would be lost. "
+            f"{label}: {mode or _CUDA_GRAPHS} makes torch.compile capture its own CUDA graphs, whose outputs the next "
+            "forward overwrites: accumulated gradients and metrics that are logged later would be lost. "
             f"runtime.mode graph captures the whole update. {advice}.",
             where=where,
         )
@@ -125,7 +125,7 @@ def _check_compiler_settings(config: RunConfig) -> None:
 
 
 def _check_options(config: RunConfig) -> None:
-    """Raises for an option that inductor does not have, or of another type."""
+    """Raises for an option that inductor does not have, or with a value of another type."""
     import torch._inductor
 
     known, options = torch._inductor.list_options(), config.runtime.compile_options

@@ -350,8 +350,8 @@ class TrainerSection(Section):
     max_grad_value: Positive | None = None
     """Maximum absolute value of each gradient element, which is clamped; None: no limit."""
     optimizer_in_backward: bool = False
-    """Whether each parameter is stepped during the backward pass, as soon as its gradient is complete, and the gradient
-    is freed. For one micro-batch per update, one process, and no clipping."""
+    """Whether parameters are stepped during the backward pass, once their gradients are complete, and the gradients are
+    freed. Requires one micro-batch per update, one process, and no clipping."""
     optimizer: Component | None = None
     """The optimizer of all parameters; None if `optimizers`, a task or a trainer defines it."""
     schedule: Component | None = None
@@ -500,8 +500,8 @@ class Fp8Section(Section):
     """Which linear layers train in fp8, and how."""
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """tensorwise: one scale for each tensor, all three products in fp8. rowwise: one scale for each row, more accurate;
-    gradients of weights are computed in bf16."""
+    """tensorwise: one scale for each tensor, and all three products in fp8. rowwise: one scale for each row, which is
+    more accurate; gradients of weights are computed in bf16."""
     match: Annotated[tuple[str, ...], BeforeValidator(_tuple_or_one), Field(min_length=1)] | None = None
     """Globs of the paths of the layers; None: the layers of all blocks except the first and the last that are large
     enough to gain."""
@@ -519,10 +519,10 @@ class RuntimeSection(Section):
     capability 8.0 and on TPUs, fp32 on CPUs and older GPUs; the run folder records the choice, which a resumed run
     keeps. fp8: bf16, and the matrix products of large linear layers in fp8 while training."""
     tf32: bool = True
-    """Whether products of fp32 matrices and fp32 convolutions use TF32 on a GPU: 10 instead of 23 bits of the factors,
-    several times faster. Set for the run and restored afterwards; without effect on other devices."""
+    """Whether fp32 matrix products and convolutions use TF32 on a GPU: several times faster, with 10 instead of 23 bits
+    of the factors. Set for the run and restored afterwards; other devices ignore it."""
     fp8: Fp8Section | None = None
-    """With precision fp8, which layers train in fp8, and how; None: the defaults."""
+    """Which layers train in fp8, and how; requires precision fp8. None: the defaults."""
     mode: Literal["eager", "compile", "graph"] = "eager"
     """How a step is executed; the result is the same in each mode."""
     compile_backend: Annotated[str, Field(min_length=1)] | None = None
@@ -530,11 +530,11 @@ class RuntimeSection(Section):
     compiles nothing."""
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None = None
     """The `mode` of torch.compile, wherever inductor compiles: in mode compile, in mode graph on a GPU, and for
-    model.compile_repeated_blocks on a GPU. reduce-overhead and max-autotune raise: CUDA graphs are what mode graph is
-    for."""
+    model.compile_repeated_blocks on a GPU. reduce-overhead and max-autotune raise, because they capture CUDA graphs,
+    which mode graph does."""
     compile_options: Annotated[Frozen[Any], BeforeValidator(empty_section)] = Field(default_factory=Frozen)
     """The `options` of torch.compile, such as {max_autotune_gemm: true}, instead of compile_mode;
-    `torch._inductor.list_options()` has their names."""
+    `torch._inductor.list_options()` lists them."""
     compile_memory_budget: Annotated[float, Field(ge=0, le=1)] | None = None
     """In mode compile, and in mode graph on a GPU, the fraction of the activations that is kept for the backward pass;
     the cheapest others are recomputed. None: the compiler decides."""
@@ -550,8 +550,8 @@ class RuntimeSection(Section):
     accumulate_unsharded: bool = False
     """With fsdp, whether unsharded gradients accumulate over micro-batches and are reduced once; needs more memory."""
     gather_precision: Literal["fp32", "bf16"] | None = None
-    """With fsdp, the dtype in which parameters are gathered and used; None: bf16 with precision bf16 or fp8, else
-    their own."""
+    """With fsdp, the dtype in which parameters are gathered and used; None: bf16 with precision bf16 or fp8, otherwise
+    their own dtype."""
 
     @model_validator(mode="after")
     def _reject_fp8_without_effect(self) -> RuntimeSection:

@@ -1,7 +1,7 @@
-"""What a profiled step spends its time on, and which setting addresses each cost.
+"""The costs of a profiled step, and the setting that addresses each.
 
 Kernels and operators are classified by their names in a torch trace; profiler.py reads the trace and assigns its time.
-Advice depends on what the run already uses, so that it never names a setting that the run has.
+Advice depends on what the run already uses, so it never names a setting that is in use.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 LABELS = {
@@ -32,10 +32,10 @@ KERNEL_COSTS = ("matrix", "attention", "loss", "optimizer", "embedding", "pointw
 """The costs of kernels; of kernels that run at the same time, the first in this order counts."""
 NUM_SHOWN = 3
 _LEAST_PERCENT = 5.0
-"""Costs below are too small for advice."""
+"""Smaller costs get no advice."""
 
 _KERNELS = (
-    # Inductor names a kernel after all operations that it fuses: the loss is the one that stands out.
+    # Inductor names a kernel after all operations that it fuses; the loss is the most specific one.
     ("attention", r"^triton_tem_.*(attention|sdpa)"),
     ("matrix", r"^triton_tem_|^triton_mm"),
     ("loss", r"^triton_.*(log_softmax|nll_loss|cross_entropy|logsumexp)"),
@@ -79,7 +79,7 @@ def kernel_cost(name: str) -> str:
 
 
 def operator_cost(name: str) -> str:
-    """Returns the cost that the time of an operator on the CPU, without that of operators inside it, belongs to."""
+    """Returns the cost that an operator on the CPU belongs to, without the operators that it calls."""
     return next((cost for cost, pattern in _OPERATOR_PATTERNS if pattern.search(name)), "python")
 
 
@@ -106,7 +106,7 @@ def own_seconds(events: Iterable[Mapping[str, Any]]) -> list[tuple[float, str, f
 
 
 def divide_by_operators(seconds: float, operators: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Divides the seconds of a row over costs by the time of its operators; Python has what they leave."""
+    """Divides the seconds of a row over costs by the time of its operators; the rest is Python."""
     costs: dict[str, float] = defaultdict(float)
     for name, own in operators:
         costs[operator_cost(name)] += max(own, 0.0)
@@ -119,7 +119,7 @@ def divide_by_operators(seconds: float, operators: Iterable[tuple[str, float]]) 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run already uses, as far as advice depends on it."""
+    """The settings and properties of a run that advice depends on."""
 
     mode: str = "eager"
     is_compiled: bool = False
@@ -127,10 +127,12 @@ class RunFacts:
     is_on_gpu: bool = False
     precision: str = "fp32"
     fastest_precision: str = "fp32"
-    """What `runtime.precision: auto` stands for on the device."""
+    """The precision that `runtime.precision: auto` selects on the device."""
     supports_fp8: bool = False
+    """True if the device multiplies in fp8 and the mesh allows it."""
     tf32: bool = True
-    num_ranks: int = 1
+    can_capture: bool = True
+    """True if mode graph supports the precision and the mesh of the run."""
     gathers_fp32: bool = False
     """True if FSDP gathers fp32 parameters that the forward uses in bf16."""
     num_workers: int = 0
@@ -138,13 +140,13 @@ class RunFacts:
     recomputes: bool = False
     casts_weights: bool = False
     """True if autocast casts fp32 weights that an optimizer with masters could keep in bf16."""
-    fused_optimizer: bool | None = None
-    """`optimizer.fused` as it is set; None if it is not."""
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """`trainer.optimizer` as it is set."""
     fused_loss: bool | None = None
     kernels: str | None = None
     """`model.kernels` of a transformers model; None for others."""
     has_mask: bool = False
-    """True if the user's own model gets an attention_mask."""
+    """True if batches of a user's own model have an attention_mask."""
 
 
 class Cost(NamedTuple):
@@ -153,9 +155,9 @@ class Cost(NamedTuple):
     name: str
     percent: float
     setting: str | None
-    """The setting that addresses it; None if there is none, or if the run uses it."""
+    """The setting that addresses it; None if there is none, or if the run already uses it."""
     remark: str
-    """Why there is no setting, or what the setting does."""
+    """What the setting does, or why there is none."""
 
     def text(self) -> str:
         """Returns the cost as one line."""
@@ -189,7 +191,7 @@ def _advise_matrix(facts: RunFacts) -> tuple[str | None, str]:
     if facts.is_on_gpu and facts.precision == "fp32" and not facts.tf32:
         return "runtime.tf32: true", "now false"
     if facts.is_on_gpu and facts.supports_fp8 and facts.precision == "bf16":  # a CPU only emulates fp8
-        return "runtime.precision: fp8", "now bf16"
+        return "runtime.precision: fp8", f"now bf16; for wide layers{'' if facts.is_compiled else ', in mode compile'}"
     if facts.recomputes:
         return "model.activation_checkpointing", "recomputes products; fewer layers if they fit"
     return None, f"in {facts.precision}; no setting reduces it"
@@ -216,10 +218,16 @@ def _advise_loss(facts: RunFacts) -> tuple[str | None, str]:
 
 
 def _advise_optimizer(facts: RunFacts) -> tuple[str | None, str]:
-    if facts.fused_optimizer is False:
+    given = facts.optimizer
+    if given.get("fused") is False:
         return "trainer.optimizer.fused: true", "now false"
-    if facts.casts_weights:
-        return "trainer.optimizer.master_weights: true", "with model.dtype: bf16; halves gradients and weights"
+    masters = given.get("master_weights")
+    if facts.is_on_gpu and given.get("type") == "adamw" and not given.get("amsgrad"):
+        if given.get("state") is None:
+            return "trainer.optimizer.state: 8bit", "fewer bytes to read and write; rounds the moments"
+        if masters is True or (facts.casts_weights and not masters):
+            now = "now true" if masters else "with model.dtype: bf16"
+            return "trainer.optimizer.master_weights: stochastic", f"{now}; fewer bytes to read and write"
     return None, "no setting reduces it; with a larger trainer.global_batch_size there are fewer updates"
 
 
@@ -247,7 +255,7 @@ def _advise_host(facts: RunFacts) -> tuple[str | None, str]:
 
 
 def _advise_idle(facts: RunFacts) -> tuple[str | None, str]:
-    if facts.mode != "graph" and facts.num_ranks == 1 and facts.precision != "fp16":
+    if facts.mode != "graph" and facts.can_capture:
         return "runtime.mode: graph", f"now {facts.mode}; one launch for a whole update"
     if not facts.is_compiled:
         return "runtime.mode: compile", f"now {facts.mode}; fewer kernels to launch"

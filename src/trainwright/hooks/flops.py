@@ -8,9 +8,10 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -123,26 +124,31 @@ def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> MatrixRate:
     """
     generator = torch.Generator(device).manual_seed(0)
     size = _SMALLEST
-    matrices, seconds = _make_matrices(size, dtype, generator)
+    multiply, seconds = _make_product(size, dtype, generator)
     with suppress(torch.OutOfMemoryError):
         while seconds < _ENOUGH_SECONDS and size < _LARGEST:
-            matrices, seconds = _make_matrices(2 * size, dtype, generator)
+            multiply, seconds = _make_product(2 * size, dtype, generator)
             size *= 2
     repeats = max(1, round(2 * _ENOUGH_SECONDS / seconds))
     rounds: list[float] = []
     end = time.perf_counter() + _MEASURED_SECONDS
     while len(rounds) < _LEAST_ROUNDS or time.perf_counter() < end:
-        rounds.append(_time_products(matrices, repeats) / repeats)
+        rounds.append(_time_calls(multiply, repeats, device) / repeats)
     return MatrixRate(2 * size**3 / statistics.median(rounds), size, dtype)
 
 
-def _make_matrices(size: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[list[Tensor], float]:
-    """Returns two factors and a product (for fp8 a scale), and the seconds of one product."""
-    matrices = [torch.randn(size, size, generator=generator, device=generator.device).to(dtype) for _ in range(3)]
+def _make_product(size: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Callable[[], Any], float]:
+    """Returns a function that multiplies two square matrices, and the seconds of one call."""
+    device = generator.device
+    first, second = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+    multiply: Callable[[], Any]
     if dtype == FP8:
-        matrices[2] = torch.ones((), device=generator.device)  # the scale of both factors
-    _time_products(matrices, 1)  # chooses a kernel, and warms up
-    return matrices, _time_products(matrices, 1)
+        scale = torch.ones((), device=device)
+        multiply = partial(scaled_product, first, second, scale, scale, torch.bfloat16, fast=True)
+    else:
+        multiply = partial(torch.mm, first, second, out=torch.empty_like(first))
+    _time_calls(multiply, 1, device)  # chooses a kernel, and warms up
+    return multiply, _time_calls(multiply, 1, device)
 
 
 def wait_for(device: torch.device) -> None:
@@ -152,16 +158,12 @@ def wait_for(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _time_products(matrices: list[Tensor], repeats: int) -> float:
-    first, second, product = matrices
-    wait_for(product.device)
+def _time_calls(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    wait_for(device)
     start = time.perf_counter()
     for _ in range(repeats):
-        if first.dtype == FP8:
-            scaled_product(first, second, product, product, torch.bfloat16, fast=True)
-        else:
-            torch.mm(first, second, out=product)
-    wait_for(product.device)
+        call()
+    wait_for(device)
     return time.perf_counter() - start
 
 

@@ -18,7 +18,9 @@ import torch
 from torch.profiler import profile
 
 from trainwright.backends import waits_for_memory
+from trainwright.backends.backend import AUTOCAST_DTYPES
 from trainwright.backends.private_torch import tree_map_only
+from trainwright.compile.graph import uncaptured_axes
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.costs import (
     KERNEL_COSTS,
@@ -542,8 +544,8 @@ class Profiler(Hook):
         reserved: Mapping[str, Any] = {} if section is None else section.reserved
         arguments: Mapping[str, Any] = {} if section is None else section.arguments
         is_transformers = section is not None and section.type.startswith("transformers:")
-        has_masters = optimizer is not None and optimizer.type in ("adamw", "lion")
-        options: Mapping[str, Any] = {} if optimizer is None else optimizer.arguments
+        has_masters = optimizer is not None and optimizer.type in ("adamw", "lion", "muon")
+        mesh, is_bf16 = trainer.ranks.mesh, AUTOCAST_DTYPES.get(runtime.precision) == torch.bfloat16
         is_fp32 = matmul_dtype(trainer.model, "fp32") == torch.float32
         is_own = is_user_code(type(trainer.model))
         return RunFacts(
@@ -554,18 +556,15 @@ class Profiler(Hook):
             is_on_gpu=is_on_gpu,
             precision=runtime.precision,
             fastest_precision=backend.choose_precision(),
-            supports_fp8=backend.supports_precision("fp8"),
+            supports_fp8=backend.supports_precision("fp8") and mesh.size("tensor") == 1,
             tf32=runtime.tf32,
-            num_ranks=trainer.ranks.size,
-            gathers_fp32=trainer.ranks.mesh.size("fsdp") > 1
-            and runtime.precision in ("bf16", "fp8")
-            and runtime.gather_precision == "fp32"
-            and is_fp32,
+            can_capture=runtime.precision != "fp16" and not uncaptured_axes(mesh),
+            gathers_fp32=mesh.size("fsdp") > 1 and is_bf16 and runtime.gather_precision == "fp32" and is_fp32,
             num_workers=config.data.num_workers,
             log_every_steps=config.log.every_steps,
             recomputes="activation_checkpointing" in reserved,
-            casts_weights=is_on_gpu and is_fp32 and runtime.precision == "bf16" and has_masters,
-            fused_optimizer=options.get("fused"),
+            casts_weights=is_on_gpu and is_fp32 and is_bf16 and has_masters,
+            optimizer={} if optimizer is None else {"type": optimizer.type, **optimizer.arguments},
             fused_loss=arguments.get("fused_loss"),
             kernels=str(reserved.get("kernels", "fast")) if is_transformers else None,
             has_mask=is_own and isinstance(self._batch, Mapping) and "attention_mask" in self._batch,

@@ -1,9 +1,8 @@
-"""`trainer.optimizer_in_backward`: parameters are stepped during the backward pass, and their gradients are freed.
+"""`trainer.optimizer_in_backward`: steps parameters during the backward pass and frees their gradients.
 
-A gradient is complete before those of earlier layers exist, so that not all of them are in memory at once. Gradients
-are collected up to PENDING_BYTES and stepped together: one call of `step()` for each small one would cost time.
-What needs all gradients before a weight changes, such as clipping by their norm, does not work: build/run.py rejects
-it.
+A gradient is complete before those of earlier layers exist, so not all gradients are in memory at once. Complete
+gradients are collected up to PENDING_BYTES and stepped together, because a call of `step()` for each small one would be
+slow. build/run.py rejects settings that need all gradients before a weight changes, such as clipping by their norm.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from trainwright.optim.device_step import step_unless
 from trainwright.parallel.replicate import norms_of
 
 PENDING_BYTES = 2**28
-"""The size of complete gradients from which they are stepped."""
+"""Complete gradients are stepped once they have this many bytes."""
 
 
 class BackwardSteps:
@@ -57,7 +56,7 @@ class BackwardSteps:
         return torch.linalg.vector_norm(torch.stack(self._norms)) if self._norms else None
 
     def _follow_parameters(self) -> None:
-        """Gives parameters that were added to an optimizer their hooks."""
+        """Registers hooks on parameters that were added to an optimizer."""
         for name, optimizer in self._optimizers.items():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -69,7 +68,7 @@ class BackwardSteps:
         """Called with each parameter whose gradient is complete."""
         gradient = parameter.grad
         if not self._is_active or gradient is None:
-            return  # a backward of user code, outside of the update
+            return  # a backward in user code, outside of the update
         if id(parameter) in self._stepped:
             raise TrainwrightError(
                 f"trainer.optimizer_in_backward: a parameter of shape {tuple(parameter.shape)} received a second "

@@ -695,7 +695,7 @@ class Trainer:
         return Batch(value, num_samples)
 
     def batches_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Returns the batches on the device; for models that recognize it, a mask without padding is marked as such."""
+        """Returns the batches on the device; marks masks without padding for models that recognize them."""
         marks_rows = self.model is not None and recognizes_full_rows(self.model)
         return self.backend.to_device(map(mark_full_rows, batches) if marks_rows else batches)
 

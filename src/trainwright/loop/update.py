@@ -648,7 +648,7 @@ class Update:
                 trace.leave_part()
 
     def _around_backward(self) -> AbstractContextManager[None]:
-        """Returns a context in which a backward steps each parameter as its gradient is complete, if that is set."""
+        """Returns the context of a backward, which steps parameters with `trainer.optimizer_in_backward`."""
         steps = self._updater.backward_steps
         if steps is None:
             return _NO_STEPS
@@ -1049,8 +1049,9 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _narrow_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Rounds gradients to the dtype of their parameters, which most optimizers need; ours with `state` or
-    `master_weights` compute in fp32.
+    """Rounds gradients to the dtype of their parameters, which most optimizers need.
+
+    Optimizers with `state` or `master_weights` compute in fp32 and keep them.
     """
     for group in optimizer.param_groups:
         if not group.get("master_weights") and not group.get("state"):

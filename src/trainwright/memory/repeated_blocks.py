@@ -112,10 +112,10 @@ def compile_gathered(model: nn.Module, backend: str, arguments: Mapping[str, Any
 
 
 def compile_blocks(model: nn.Module, backend: str, arguments: Mapping[str, Any]) -> None:
-    """Compiles each block of a replicated model by itself, for `keep_apart`; a layer without submodules is not one.
+    """Compiles each block of a replicated model as a graph of its own, for `keep_apart`.
 
-    The backward of one graph gives all gradients at its end. With a graph for each block, the gradients of the last
-    blocks are summed over ranks while those of the first are computed.
+    The backward of a single graph returns all gradients at its end. With a graph for each block, the gradients of the
+    last blocks are summed over ranks while those of the first are computed. A layer without submodules is not a block.
     """
     from trainwright.parallel.fully_shard import find_blocks  # imports much of torch
 

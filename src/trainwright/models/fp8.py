@@ -1,7 +1,7 @@
-"""Which linear layers of a model train in fp8 (`runtime.precision: fp8`), and the change of their class.
+"""Chooses the linear layers of a model that train in fp8 (`runtime.precision: fp8`), and changes their class.
 
 By default these are the layers inside of blocks that are large enough to gain, except for the first and the last block,
-whose rounding errors affect the loss most. The layers themselves are in layers/fp8_linear.py.
+where rounding errors affect the loss most. The layers themselves are in layers/fp8_linear.py.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PLAIN = {nn.Linear: Fp8Linear, LoRALinear: Fp8LoRALinear}
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """The names of the layers in fp8, and of all other linear layers by the reason why they are not."""
+    """The names of the layers in fp8, and of all other linear layers by the reason why they stay in bf16."""
 
     recipe: Recipe
     chosen: tuple[str, ...]
     left: Mapping[str, tuple[str, ...]]
 
     def describe(self) -> str:
-        """Returns one line for the log, with layers of the same name as one."""
+        """Returns one line for the log, in which layers with the same last name are listed once."""
         number = len(self.chosen) + sum(map(len, self.left.values()))
         text = f"{len(self.chosen)} of {number} linear layers train in fp8 ({self.recipe}): {_listed(self.chosen)}"
         return f"{text}. In bf16: {self.describe_left()}." if self.left else f"{text}."
@@ -58,11 +58,11 @@ def use_fp8(
     skip: Sequence[str] = (),
     origin: Callable[[str], object | None] = lambda name: None,
 ) -> Fp8Layers:
-    """Makes linear layers of a model train in fp8, in place; returns which.
+    """Makes linear layers of a model train in fp8, in place, and returns which.
 
-    `match` are globs of module paths: these layers are fp8 although they are outside of the blocks, in the first or
-    last one, or small. `skip` are globs of layers that are not. A glob that matches no linear layer raises, and so does
-    a model without a layer for fp8. Names, parameters and hooks do not change.
+    `match` are globs of module paths. Layers that match are fp8 even if they are small, outside of the blocks, or in
+    the first or last block; all others stay in bf16. `skip` are globs of layers that stay in bf16. Raises if a glob
+    matches no linear layer, and if no layer would be fp8. Names, parameters and hooks do not change.
     """
     layers = choose_layers(model, recipe=recipe, match=match, skip=skip, origin=origin)
     modules = dict(model.named_modules())
@@ -135,7 +135,7 @@ def _why_impossible(layer: nn.Module) -> str:
 
 
 def _defaults(model: nn.Module, linear: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Yields each layer with the reason why it is not fp8 by default; an empty one if it is."""
+    """Yields the name of each layer with the reason why it is not fp8 by default, or an empty string if it is."""
     inside, outer = _blocks(model, linear)
     for name, layer in linear.items():
         if name not in inside:
@@ -175,8 +175,8 @@ def _blocks(model: nn.Module, linear: Mapping[str, nn.Module]) -> tuple[set[str]
 def _gains(name: str, layer: Any, linear: Mapping[str, Any]) -> bool:
     """Returns True if the products of a layer save more time than its casts cost.
 
-    Layers of one module that read as many values usually read the same ones (queries, keys and values; gate and up), so
-    that they count together.
+    Layers of one module with the same number of inputs usually read the same tensor (queries, keys and values; gate
+    and up), so their outputs are added.
     """
     parent = name.rpartition(".")[0]
     width_in = layer.in_features if isinstance(layer, nn.Linear) else 0
@@ -189,7 +189,7 @@ def _gains(name: str, layer: Any, linear: Mapping[str, Any]) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Returns globs of the names, by their last parts."""
+    """Returns globs of the last parts of the names, without repeats."""
     globs = list(dict.fromkeys(re.sub(r"^.*\.", "*.", name) for name in names))
     more = f" and {len(globs) - _MOST_SHOWN} more" if len(globs) > _MOST_SHOWN else ""
     return ", ".join(globs[:_MOST_SHOWN]) + more

@@ -165,8 +165,8 @@ def on_meta() -> Iterator[None]:
 class DrawNarrow(TorchFunctionMode):
     """Creates weights in 16 bits, and draws them as in fp32: the same numbers, rounded.
 
-    A model of 8 billion weights then never needs 32 GB: each weight is in fp32 only while it is drawn. For classes that
-    fill their weights with draws and constants alone (`Model.draws_plainly`).
+    A model of 8 billion weights never needs 32 GB, because each weight is in fp32 only while it is drawn. For classes
+    that initialize their weights only with draws and constants (`Model.draws_plainly`).
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -183,7 +183,7 @@ class DrawNarrow(TorchFunctionMode):
         tensor = args[0] if args else None
         is_draw = getattr(function, "__name__", "") in DRAWS
         if is_draw and isinstance(tensor, Tensor) and tensor.dtype == self._dtype and not tensor.is_meta:
-            if self._buffer.numel() < tensor.numel():  # one for all: memory is slow when it is touched first
+            if self._buffer.numel() < tensor.numel():  # reused: the first access to new memory is slow
                 self._buffer = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
             wide = self._buffer[: tensor.numel()].view(tensor.shape)
             return tensor.copy_(function(wide, *args[1:], **kwargs))

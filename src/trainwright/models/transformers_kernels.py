@@ -1,8 +1,8 @@
 """Faster kernels for models of transformers: attention without unnecessary masks, and head and loss in one.
 
 `use_fast_attention` registers an attention and a mask function with transformers under the name ATTENTION and makes a
-model use them; `fuse_head` replaces the forward of a causal language model. Weights, configs and results
-are those of the stock model, up to rounding. `model.kernels: stock` disables both (from_config.py).
+model use them. `fuse_head` replaces the forward of a causal language model. Weights and configs do not change, and
+results differ from those of the stock model only by rounding. `model.kernels: stock` disables both (from_config.py).
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from trainwright.models.layers.losses import fuses_loss, head_loss
 from trainwright.models.layers.varlen_attention import DocumentStarts, band, document_starts
 
 Kernels = Literal["fast", "stock"]
-"""The values of `model.kernels`: those of this file, or transformers' own."""
+"""The values of `model.kernels`: the kernels of this file, or transformers' own."""
 ATTENTION = "trainwright"
 """The name of the attention function in transformers' registries."""
 
 
 class SlidingWindow(NamedTuple):
-    """The mask of rows without padding and documents in which a query sees the last `size` keys, its own included."""
+    """The mask of rows without padding or documents in which a query sees the last `size` keys, its own included."""
 
     size: int
 
 
 Visibility = Mask | SlidingWindow | None
-"""What `make_mask` returns and `attend` gets; None: causality alone decides, or in an encoder nothing."""
+"""What `make_mask` returns and `attend` receives; None: causal attention, or in an encoder attention to all keys."""
 
 
 def use_fast_attention(model: Any) -> bool:
-    """Makes a model of transformers use the attention of this file; returns False if it needs its own.
+    """Makes a model of transformers use the attention of this file; returns False if the model keeps its own.
 
-    Applies only where transformers would choose `sdpa` for all parts of the model. Layers that compute with their mask
-    instead of passing it on need a tensor, so they are left unchanged as well.
+    It does so if transformers would not choose `sdpa` for all parts of the model, and if a layer computes with its mask
+    instead of passing it on, because such a layer needs a tensor.
     """
     from transformers import PreTrainedModel
 
@@ -68,7 +68,7 @@ def use_fast_attention(model: Any) -> bool:
 
 @cache
 def _computes_with_mask(forward: Callable[..., Any]) -> bool:
-    """Returns True if the source of a layer's forward reads its `attention_mask`, or cannot be read."""
+    """Returns True if the source of a layer's forward computes with `attention_mask`, or is not available."""
     try:
         parameters = inspect.signature(forward).parameters
         if "attention_mask" not in parameters:
@@ -98,9 +98,10 @@ def make_mask(
     local_size: int | None = None,
     **arguments: Any,
 ) -> Visibility:
-    """The mask function of transformers' registry: returns what `attend` needs to know, as little as possible.
+    """The mask function for transformers' registry: returns the smallest description of the mask for `attend`.
 
-    Padding and documents are borders in blocks where these are faster; all else is the mask of transformers for sdpa.
+    Padding and documents are borders in blocks where these are faster. All other masks are those of transformers for
+    sdpa.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
@@ -136,14 +137,14 @@ def make_mask(
 
 
 def _head_width(config: Any) -> int | None:
-    """Returns the width of a head by the names that most configs use; None if it has other ones."""
+    """Returns the width of a head from the names that most configs use; None if the config has other names."""
     width = getattr(config, "head_dim", None)
     features, num_heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
     return width or (features // num_heads if features and num_heads else None)
 
 
 def _has_own_keys(arguments: dict[str, Any]) -> bool:
-    """Returns True if queries and keys are of the same tokens, as in training; not while text is generated."""
+    """Returns True if queries and keys are of the same tokens, as in training, but not in generation."""
     # Up to 5.3 transformers passes `cache_position` instead, a tensor.
     offsets = (arguments.get("q_offset", 0), arguments.get("kv_offset", 0))
     is_start = all(type(offset) is int and offset == 0 for offset in offsets)
@@ -153,7 +154,7 @@ def _has_own_keys(arguments: dict[str, Any]) -> bool:
 def _documents(mask_function: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
     """Returns the number of each token's document [B, S] from the mask function of packed rows.
 
-    A document ends where a token does not see the one before it: S values of the mask instead of S².
+    A document ends where a token does not see the one before it, which reads S values of the mask instead of S².
     """
     device = torch.device(arguments["device"])
     rows = torch.arange(arguments["batch_size"], device=device)[:, None]
@@ -173,12 +174,12 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers' registry: [B, heads, S, W] → [B, S, heads, W]."""
+    """The attention function for transformers' registry: [B, heads, S, W] → [B, S, heads, W]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
-    # Score caps raise there, a position bias is added, a cache of pages is filled, weights are warned of.
+    # transformers' function handles these: it adds a position bias, fills a paged cache, and warns or raises otherwise.
     is_special = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "s_aux", "cache"))
     is_special = is_special or bool(kwargs.get("output_attentions"))
     if is_special or (attention_mask is None and is_causal and query.shape[2] != key.shape[2]):
@@ -197,7 +198,7 @@ def attend(
 
 
 def _dense(mask: Visibility, queries: Tensor) -> Tensor | None:
-    """Returns a mask of all pairs for a function that accepts no other."""
+    """Returns a mask of all pairs for a function that accepts only tensors."""
     if isinstance(mask, SlidingWindow):
         return band(queries.shape[2], mask.size, device=queries.device)
     return mask.visible() if isinstance(mask, DocumentBorders | DocumentStarts) else mask
@@ -206,8 +207,8 @@ def _dense(mask: Visibility, queries: Tensor) -> Tensor | None:
 class FusedForward:
     """The forward of a causal language model that computes head and loss in one while training, without the logits.
 
-    Every call checks that the head is a plain linear layer and that the loss function is the model's own; `fuses_loss`
-    explains `wanted`. Otherwise, and in evaluation, the stock forward runs.
+    Every call checks that the head is a plain linear layer and that the loss function is the model's own. Otherwise,
+    and in evaluation, the stock forward runs. `fuses_loss` explains `wanted`.
     """
 
     def __init__(self, model: Any, *, wanted: bool | None = None) -> None:
@@ -215,11 +216,11 @@ class FusedForward:
         self._model = model
         self.wanted = wanted
         self._loss_function = model.loss_function
-        self._criterion = nn.CrossEntropyLoss()  # what that computes; torch 2.11 compiles no call that makes one
+        self._criterion = nn.CrossEntropyLoss()  # the same loss; torch 2.11 cannot compile its construction
         self._output = _output_without_logits()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy of the model needs; the class of the outputs has no importable name."""
+        """Returns the state for a copy of the model, without the class of the outputs, which cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_output"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -284,9 +285,9 @@ NO_LOGITS = (
 
 
 def has_plain_head(model: Any) -> bool:
-    """Returns True if head and loss can be one: the forward calls the body, the head and the mean loss of next tokens.
+    """Returns True if the forward only calls the body, the head and the mean loss over the next tokens.
 
-    That it does nothing else is read from its source.
+    This is read from its source.
     """
     caps_logits = getattr(model.config, "final_logit_softcapping", None) is not None
     if model.base_model is model or caps_logits or not _is_plain_forward(type(model).forward):
@@ -295,7 +296,7 @@ def has_plain_head(model: Any) -> bool:
 
 
 def fuse_head(model: Any, *, wanted: bool | None = None) -> None:
-    """Replaces the forward of a causal language model by a `FusedForward`; call it if `has_plain_head`."""
+    """Replaces the forward of a causal language model by a `FusedForward`. Requires `has_plain_head`."""
     model.forward = FusedForward(model, wanted=wanted)
 
 
@@ -305,15 +306,15 @@ _PLAIN_VALUES = {
     "logits": r"self\.lm_head\(hidden_states(\[:, slice_indices, :\])?\)",
     "loss": r"None|self\.loss_function\((logits=)?logits, (labels=)?labels, .*vocab_size, \*\*kwargs\)",
 }
-"""What a plain forward assigns to these names."""
+"""Patterns of the values that a plain forward assigns to these names."""
 
 
 @cache
 def _is_plain_forward(forward: Callable[..., Any]) -> bool:
-    """Returns True if the source uses the head's logits for the mean loss over the next tokens, and changes neither."""
+    """Returns True if the source passes the head's logits and the labels unchanged to the loss function."""
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
-    except (OSError, TypeError, SyntaxError):  # there is no source, or it is not that of a function
+    except (OSError, TypeError, SyntaxError):  # no source, or not that of a function
         return False
     # A cap on the logits has no effect where its setting is None, which `has_plain_head` checks.
     capped = [each for each in ast.walk(function) if isinstance(each, ast.If) and ast.unparse(each.test) == _CAP]

@@ -106,7 +106,7 @@ def _mark_full_rows(kwargs: dict[str, Any]) -> None:
 
 
 def recognizes_full_rows(model: nn.Module) -> bool:
-    """Returns True if a model gains from masks that `mark_full_rows` has marked: a shipped one, or one of this file."""
+    """Returns True if a model recognizes the masks of `mark_full_rows`: a shipped model, or one of this file."""
     hooks = model._forward_pre_hooks.values()
     return isinstance(model, Model) or any(isinstance(each, _ForwardHook) and each.marks_full_rows for each in hooks)
 
@@ -262,8 +262,8 @@ def build_transformers(
     `arguments` are the keywords of its config (an Auto class needs `model_type` or a folder), changes to the folder's
     config if there is one, and `attn_implementation`, `dtype` and `fused_loss`. `kernels: fast` uses the attention of
     transformers_kernels.py unless `attn_implementation` is set, and head and loss in one unless `fused_loss` is false;
-    None means on a GPU. Weights are float32 unless `dtype` is set, whatever
-    the files have: 16-bit weights lose small updates. Unless `strict` is false, other shapes, missing and unexpected
+    with None only on a GPU. Weights are float32 unless `dtype` is set, in whatever dtype they are stored: 16-bit
+    weights lose small updates. Unless `strict` is false, other shapes, missing and unexpected
     keys are rejected. With None, keys may differ if the class is not the one that was saved: the head is another.
     Other shapes in the body are always rejected. The report has the weights that were initialized at random. `told` is
     the content of a config.json whose folder may be gone.
@@ -309,9 +309,10 @@ def build_transformers(
         model.loss_type = "ForCausalLM"
     accepted = inspect.signature(model.forward).parameters
     is_fast = kernels == "fast" and attention is None and use_fast_attention(model)
-    if kernels == "fast" and fused_loss is not False and has_plain_head(model):
-        fuse_head(model, wanted=fused_loss)
-    elif fused_loss is not None and not has_plain_head(model):
+    if kernels == "fast" and has_plain_head(model):
+        if fused_loss is not False:
+            fuse_head(model, wanted=fused_loss)
+    elif fused_loss is not None:
         raise ConfigError(
             f"fused_loss has no effect on {type(model).__name__}, whose forward is not a body, a linear head and the "
             "mean loss over the next tokens. Remove it."

@@ -17,6 +17,7 @@ from trainwright.optim.device_step import (
     STOCHASTIC,
     check_masters,
     copy_reported,
+    count_step,
     device_of,
     fit_loaded_state,
     in_chunks,
@@ -56,7 +57,7 @@ OWN_DEFAULTS: Mapping[str, Any] = {
 }
 """The settings that torch's AdamW does not have."""
 WHOLE_SETTINGS = ("state", "state_dtype", "master_weights")
-"""The settings that all groups share."""
+"""The settings of the whole optimizer, which a group cannot change."""
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # torch wraps a class's step() in profiling and hooks when its first object is created. Calling super().step() would
@@ -74,7 +75,7 @@ class AdamW(torch.optim.AdamW):
     `state_dtype`, `fp32` or `bf16`, is the dtype of both moments; None means the parameter's dtype. bf16 with fp32
     weights saves 4 bytes per parameter and costs time.
     `state: 8bit` keeps both moments in 8 bits with a scale for each 256 elements: 2 bytes per parameter instead of 8
-    (eight_bit.py). Parameters of one dim or fewer than 4,096 elements keep them in fp32.
+    (eight_bit.py). Parameters with one dim or fewer than 4,096 elements keep fp32 moments.
     `master_weights` keeps an fp32 master of every 16-bit weight, and moments in fp32 unless `state` or `state_dtype` is
     set: 12 bytes of state per weight, in addition to 2 of the weight and 2 of its gradient. `stochastic` keeps none: it
     rounds bf16 weights stochastically, so that updates too small for bf16 are not lost on average.
@@ -276,20 +277,16 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
     if not parameters:
         return
     has_8bit = group.get("state") == "8bit"
+    steps = count_step(optimizer, parameters)
     for parameter in parameters:
         state = optimizer.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        if FIRST not in state:
             if has_8bit and is_quantized(parameter):
                 state.update(zero_codes(parameter))
             else:
                 state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
     found_inf, grad_scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
-    steps = [optimizer.state[parameter]["step"] for parameter in parameters]
-    torch._foreach_add_(steps, 1.0)
-    if found_inf is not None:
-        torch._foreach_sub_(steps, [found_inf.reshape(())] * len(steps))  # a list: the host would read a single tensor
     is_stochastic = group["master_weights"] == STOCHASTIC
     weights = masters_of(optimizer, parameters) if group["master_weights"] is True else parameters
     pairs = list(zip(parameters, weights, strict=True))
@@ -301,7 +298,7 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
             numbers = step_numbers([state["step"] for state in states], group, grad_scale, found_inf)
             step_quantized(coded, states, numbers, is_stochastic=is_stochastic)
     chunks = [chunk for parameter, weight in pairs for chunk in _split(parameter, weight, optimizer.state[parameter])]
-    if is_stochastic:  # only weights in bf16 are rounded, so that they need a buffer of their own
+    if is_stochastic:  # only bf16 weights are rounded, so they need a separate buffer
         chunks.sort(key=lambda chunk: chunk.weight.dtype == torch.bfloat16)
     num_wide = sum(chunk.weight.dtype != torch.bfloat16 for chunk in chunks) if is_stochastic else 0
     salt = salt_of(steps[0])

@@ -1,7 +1,7 @@
 """What optimizer steps share so that the host never waits for the device.
 
 Skipped updates, repair and reports, masters in fp32 for weights in 16 bits, loaded state, capture in a CUDA graph.
-Weights in bf16 without masters that are rounded stochastically are in rounding.py.
+rounding.py rounds bf16 weights without masters stochastically.
 
     gradients (bf16) → fp32 → step of the masters → rounded to the weights (bf16)
 
@@ -86,34 +86,22 @@ class ListOptimizer(torch.optim.Optimizer):
         self.is_sharded, self._is_loaded = has_shards(self.param_groups), True
 
     def stepped_weights(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
-        """Returns what is stepped: the parameters, their masters, or copies in fp32 to round stochastically."""
+        """Returns the tensors to step: the parameters, their masters, or fp32 copies to round stochastically."""
         if group["master_weights"] == STOCHASTIC:
             return [each.detach().to(torch.float32) if each.dtype in NARROW else each for each in parameters]
         return masters_of(self, parameters) if group["master_weights"] else list(parameters)
 
     def round_weights(self, parameters: Sequence[Tensor], stepped: Sequence[Tensor], group: Mapping[str, Any]) -> None:
-        """Rounds what was stepped to the weights; a skipped step leaves the weights as they were."""
+        """Rounds the stepped tensors to the weights; a skipped step does not change the weights."""
         if not group["master_weights"]:
             return
         if group["master_weights"] == STOCHASTIC:
-            salt = salt_of(self._count_step(parameters))
+            salt = salt_of(count_step(self, parameters)[0])
             for parameter, weight in zip(parameters, stepped, strict=True):
                 if weight is not parameter:
                     own = local(weight)
                     round_to_bf16(own, salt, positions_in(own).view(own.shape))
         round_masters(self.shards_of(list(parameters)), self.shards_of(list(stepped)))
-
-    def _count_step(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Counts a step, unless it is skipped, in the state of the parameters; returns the first counter."""
-        for parameter in parameters:
-            if "step" not in self.state[parameter]:
-                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        steps: list[Tensor] = [self.state[parameter]["step"] for parameter in parameters]
-        torch._foreach_add_(steps, 1.0)
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf.reshape(())] * len(steps))
-        return steps[0]
 
     def gradients_of(self, parameters: Sequence[Tensor], group: Mapping[str, Any]) -> list[Tensor]:
         """Returns the local gradients, in fp32 for a group with masters."""
@@ -251,6 +239,19 @@ def report_update(optimizer: Any, copied: dict[Tensor, Tensor] | None) -> dict[s
     return {"update_norm": total.sqrt()}
 
 
+def count_step(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Adds 1 to the counter in each parameter's state, unless the step is skipped; returns the counters."""
+    for parameter in parameters:
+        if "step" not in optimizer.state[parameter]:
+            optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    steps: list[Tensor] = [optimizer.state[parameter]["step"] for parameter in parameters]
+    torch._foreach_add_(steps, 1.0)
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf.reshape(())] * len(steps))  # a list: the host would read a single tensor
+    return steps
+
+
 def check_masters(tensors: Iterable[Tensor], master_weights: bool | str) -> None:
     """Rejects masters or stochastic rounding that would have no effect, and weights that do not support them."""
     if not isinstance(master_weights, bool) and master_weights != STOCHASTIC:
@@ -320,7 +321,7 @@ def fit_loaded_state(
                 state.pop(MASTER, None)
             wanted = dtype or (torch.float32 if is_wide else parameter.dtype)
             for key in averages:
-                if key in state and state[key].is_floating_point():  # codes of moments in 8 bits stay what they are
+                if key in state and state[key].is_floating_point():  # codes of 8-bit moments are integers
                     state[key] = state[key].to(wanted)
 
 
@@ -467,8 +468,8 @@ def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
 def steps_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
     """Returns why an optimizer cannot step its parameters in several calls of `step()`, with advice; None if it can.
 
-    Optimizers of torch and ours can. A user's class sets the attribute `steps_in_parts` to True if its step uses each
-    parameter's own gradient and state alone.
+    Optimizers of torch and of this package can. A user's class declares `steps_in_parts = True` if the step of a
+    parameter uses only its own gradient and state.
     """
     name = type(optimizer).__name__
     if requires_closure(optimizer):

@@ -1,13 +1,13 @@
-"""AdamW with both moments in 8 bits: how moments become codes, and the step in plain torch.
+"""AdamW with both moments in 8 bits: the encoding of moments, and the step in plain torch.
 
-Each row of dim 0 is divided into blocks of 256 elements, which share an fp32 scale, the largest magnitude:
+Each row of dim 0 is divided into blocks of 256 elements. A block has an fp32 scale, its largest magnitude:
 
     first  ≈ scale · sign(code) · (code / 127)²     int8, rounded to nearest
     second ≈ scale · (code / 255)⁴                  uint8, rounded stochastically
 
 The powers give small elements of a block relatively more codes. The second moment changes by a thousandth in a step,
-far less than the distance of two codes: to nearest it would not change at all. A positive one is never rounded to 0,
-which would make its next update very large.
+far less than the distance of two codes: rounded to nearest, it would not change at all. A positive second moment is
+never rounded to 0, which would make the next update very large.
 
 Blocks do not depend on how dim 0 is sharded, so a checkpoint fits any number of ranks. On a GPU eight_bit_kernel.py
 computes the same in one pass.
@@ -34,7 +34,7 @@ BLOCK = 256
 MIN_ELEMENTS = 4096
 """Smaller parameters keep moments in fp32: they need little memory, and biases and gains are sensitive."""
 MIN_ROW = 16
-"""The least number of elements of a row: the scales of shorter ones would need as much memory as they save."""
+"""The least number of elements of a row: the scales of shorter rows would need as much memory as the codes save."""
 CHUNK_ELEMENTS = 2**23
 """The number of elements that the step in plain torch processes at once."""
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
@@ -45,7 +45,7 @@ TINY = 1e-37
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Returns True if the moments of this parameter have 8 bits: by its full shape, on every rank alike."""
+    """Returns True if the moments of this parameter have 8 bits; depends on its full shape, the same on every rank."""
     return parameter.ndim > 1 and parameter.numel() >= MIN_ELEMENTS and parameter.shape[1:].numel() >= MIN_ROW
 
 
@@ -55,7 +55,7 @@ def has_codes(state: Mapping[str, Any]) -> bool:
 
 
 def zero_codes(parameter: Tensor) -> dict[str, Tensor]:
-    """Returns the codes and scales of moments that are 0, laid out as the parameter."""
+    """Returns the codes and scales of moments that are 0, sharded as the parameter is."""
     _check_layout(parameter)
     shape = (parameter.shape[0], _num_blocks(parameter))
     own = local(parameter)
@@ -92,7 +92,7 @@ def decode_state(state: dict[str, Any]) -> None:
 
 
 def place_scales(state: dict[str, Any], parameter: Tensor) -> None:
-    """Shards loaded scales, which every rank has in full, along dim 0 as the parameter."""
+    """Shards loaded scales, which every rank has in full, as the parameter is sharded along dim 0."""
     for key in SCALES.values():
         if key in state:
             state[key] = shard_like(state[key], parameter)
@@ -146,7 +146,7 @@ class StepNumbers(NamedTuple):
     salts: Tensor
     """[parameters] in int32, for stochastic rounding."""
     found_inf: Tensor | None
-    """Not 0 where the step is to change nothing."""
+    """Not 0 if the step must change nothing."""
     betas: tuple[float, float]
     eps: float
 
@@ -158,7 +158,7 @@ def step_numbers(
     count = torch.stack(list(steps)).to(torch.float64)
     beta1, beta2 = group["betas"]
     lr = group["lr"]
-    # Not `torch.tensor`, which copies a number from the host and waits.
+    # Not `torch.tensor`, which would copy a number from the host and wait.
     rate = lr.to(torch.float64) if isinstance(lr, Tensor) else torch.full_like(count[0], lr)
     factor = torch.ones_like(count) if grad_scale is None else (1.0 / grad_scale.to(torch.float64)).expand_as(count)
     columns = (
@@ -176,13 +176,14 @@ def step_quantized(
 ) -> None:
     """Runs one AdamW step of parameters whose state has codes.
 
-    `pairs` are the parameters, each with what is stepped: itself, or its fp32 master, from which it is then rounded.
+    `pairs` are the parameters, each with the tensor that is stepped: itself, or its fp32 master, from which it is
+    rounded.
     """
     for row, ((parameter, master), state) in enumerate(zip(pairs, states, strict=True)):
         own, gradient = local(parameter), own_gradient(parameter)
         assert gradient is not None  # parameters without one are left out
         if not own.numel():
-            continue  # a rank beyond the last row
+            continue  # this rank has no rows
         stepped = None if master is parameter else local(master)
         moments = [local(state[key]) for key in (FIRST, SCALES[FIRST], SECOND, SCALES[SECOND])]
         has_kernel = waits_for_memory(own.device) and has_triton() and own.is_contiguous()
@@ -252,12 +253,12 @@ def _unblocked(blocks: Tensor, like: Tensor) -> Tensor:
 
 
 def _reciprocal(scales: Tensor) -> Tensor:
-    """Returns 1 / scale for each block, 0 for blocks without a usable one; nan stays nan."""
+    """Returns 1 / scale for each block, 0 for blocks whose scale is too small; nan stays nan."""
     return torch.where(scales < TINY, 0.0, 1.0 / scales).unsqueeze(-1)
 
 
 def _check_layout(parameter: Any) -> None:
-    """Rejects shards that would cut a block."""
+    """Raises for shards that would divide a block of elements."""
     for placement in parameter.placements if is_split(parameter) else ():
         dim = getattr(placement, "dim", 0)
         width = local(parameter).shape[1:].numel()

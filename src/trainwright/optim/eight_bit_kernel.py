@@ -2,8 +2,8 @@
 
 Each element is read and written once: codes → moments → weight → codes, with clipping, the skip and stochastic rounding
 of bf16 weights. For bf16 weights and gradients without masters that is 10 bytes per element. The formulas are those of
-eight_bit.py, the only file that imports this one; results differ in the last bit of fp32, by which a stochastic
-rounding may go the other way.
+eight_bit.py, the only file that imports this one. Results may differ in the last bit of fp32, which can change the
+direction of a stochastic rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def step_by_kernel(
     num_blocks = parameter.shape[0] * per_row
     written = [parameter, *moments] if master is None else [parameter, master, *moments]
     with torch.cuda.device(parameter.device):  # Triton launches on the current device
-        _step[(triton.cdiv(num_blocks, BLOCKS),)](
+        _eight_bit_adamw_kernel[(triton.cdiv(num_blocks, BLOCKS),)](
             parameter,
             parameter if master is None else master,
             gradient.contiguous(),
@@ -71,7 +71,7 @@ def step_by_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton has no types
-def _step(  # type: ignore[no-untyped-def]  # noqa: ANN202  # Triton gives annotations a meaning of its own
+def _eight_bit_adamw_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202  # Triton gives annotations a meaning of its own
     parameter,  # noqa: ANN001
     master,  # noqa: ANN001
     gradient,  # noqa: ANN001

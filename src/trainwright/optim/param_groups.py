@@ -120,7 +120,7 @@ RANGES: Mapping[str, _Range] = {
 _RATES = ("lr", "adamw_lr")
 
 WORDS: Mapping[str, str] = {"master_weights": "stochastic"}
-"""The text that a setting allows besides true and false."""
+"""The string that a boolean setting also accepts."""
 
 
 def reject_impossible(**settings: Any) -> None:

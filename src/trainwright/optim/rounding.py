@@ -1,12 +1,12 @@
 """Stochastic rounding to bf16: up or down with the probabilities that keep the mean.
 
-A value of bf16 has 8 significant bits. Rounded to nearest, an update below a 512th of a weight is lost, in every step
-again; rounded stochastically, it is applied in one of many steps, and the weight moves as far as in fp32.
+bf16 has 8 significant bits. Rounded to nearest, an update below a 512th of a weight is lost in every step. Rounded
+stochastically, it is applied in some of the steps, and on average the weight moves as far as in fp32.
 
 The noise is a hash of the value's own bits, of the step, and for weights of the position in a row: equal weights with
 equal updates, such as the gains of a norm, must not all be rounded in one direction. It depends neither on a generator
-nor on the rank. A resumed run repeats it, replicas round alike, and shards of dim 0 round as the full tensor does;
-those of a vector, which is one row, may round an element in the other direction.
+nor on the rank. A resumed run repeats it, replicas round identically, and shards of dim 0 round as the full tensor
+does. A vector is one row, so its shards may round an element in the other direction.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ POSITION_FACTOR, MIX_FACTOR = 0x2C1B3C6D, 0x297A2D39  # odd numbers without a pa
 def salt_of(step: Tensor) -> Tensor:
     """Returns 32 pseudo-random bits for a step, or for each of several.
 
-    With a plain counter the roundings of a constant value would follow each other too evenly, and a moment would decay
-    too slowly.
+    With a plain counter the roundings of a constant value would be too regular, and a moment would decay too slowly.
     """
     word = step.to(torch.int64) * 0x9E3779B1 & 0xFFFFFFFF
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -57,8 +56,8 @@ def noise_of(values: Tensor, salt: Tensor, positions: Tensor | None = None) -> T
 def round_to_bf16(values: Tensor, salt: Tensor, positions: Tensor | None = None) -> None:
     """Rounds fp32 values in place to values of bf16, up with the probability that keeps the mean.
 
-    A value of bf16 does not change, so that a skipped update changes nothing. nan stays nan: with noise added, the one
-    that GPUs compute would become −0.
+    A value that bf16 can represent does not change, so a skipped update changes nothing. nan stays nan: adding noise to
+    the nan that GPUs compute would give −0.
     """
     noise = noise_of(values, salt, positions).masked_fill_(values.isnan(), 0)
     values.view(torch.int32).add_(noise).bitwise_and_(-0x10000)

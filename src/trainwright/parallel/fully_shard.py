@@ -411,8 +411,10 @@ def _precision(module: nn.Module, settings: SplitSettings, whole: set[nn.Paramet
 
 
 def _has_running_statistics(module: nn.Module) -> bool:
-    """Returns True if a module has a BatchNorm outside of its sharded blocks: torch requires one dtype for its weights
-    and statistics."""
+    """Returns True if a module has a BatchNorm outside of its sharded blocks.
+
+    torch requires one dtype for its weights and statistics.
+    """
     blocks = (each for each in module.modules() if isinstance(each, FSDPModule) and each is not module)
     inside = {each for block in blocks for each in block.modules()}
     own = (each for each in module.modules() if each not in inside)

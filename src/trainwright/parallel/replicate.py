@@ -194,7 +194,7 @@ class MissingGradientError(Exception):
 def require_gradients(parameters: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
     """Raises for parameters without a gradient in a step that is captured.
 
-    Whether another rank has one is known to the device alone, and decides on the host whether the optimizer steps it.
+    Only the device knows whether another rank has one, but the host decides whether the optimizer steps it.
     """
     missing = [parameter for parameter, has_gradient in zip(parameters, present, strict=True) if not has_gradient]
     if missing:

@@ -28,7 +28,9 @@ from trainwright.models.layers.kernel_table import fastest, prefers_flash
 from trainwright.models.layers.varlen_attention import DocumentStarts, attend_by_starts, attend_within_window, band
 
 Mask = Tensor | DocumentBorders | DocumentStarts
-"""What a decoder's layers get: a mask [B, 1, S, S], or documents by the borders of blocks or by their starts."""
+"""What the layers of a decoder get: a mask [B, 1, S, S], or documents by the borders of blocks or by their starts."""
+MASK_NAMES = ("attention_mask", "decoder_attention_mask")
+"""The fields of a batch that are 0 at padding."""
 FLASH_BEFORE_CUDNN = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
@@ -38,9 +40,9 @@ FLASH_BEFORE_CUDNN = [
 
 
 def is_full(attention_mask: Tensor) -> bool:
-    """Returns True for a mask [B, S] that was made by `full_rows`: no token is padding.
+    """Returns True for a mask [B, S] of `full_rows`: no token is padding.
 
-    It is recognized by its strides, which are 0, because compiled code and code that must not wait for the device
+    Such a mask is recognized by its strides of 0, because compiled code, and code that must not wait for the device,
     cannot read values.
     """
     return attention_mask.dim() == 2 and not any(attention_mask.stride())
@@ -52,9 +54,9 @@ def full_rows(num_rows: int, length: int, *, device: torch.device, dtype: torch.
 
 
 def mark_full_rows(batch: Any) -> Any:
-    """Returns a batch on the host in which masks [B, S] without padding are those of `full_rows`, with equal values.
+    """Returns a batch on the host in which masks [B, S] without padding are replaced by equal ones of `full_rows`.
 
-    Collators often add a mask of ones to full rows. On the device its values could not be read without waiting.
+    Collators often add a mask of ones to full rows. Reading its values on the device would wait.
     """
     if not isinstance(batch, dict):
         return batch
@@ -65,10 +67,6 @@ def mark_full_rows(batch: Any) -> Any:
         if is_on_host and mask.numel() and not mask.is_floating_point() and mask.eq(1).all():
             marked[name] = full_rows(*mask.shape, device=mask.device, dtype=mask.dtype)
     return {**batch, **marked} if marked else batch
-
-
-MASK_NAMES = ("attention_mask", "decoder_attention_mask")
-"""The fields of a batch that are 0 at padding."""
 
 
 def unpadded_keys(attention_mask: Tensor | None) -> Tensor | None:
@@ -106,10 +104,10 @@ def decoder_mask(
     """Returns what `attention` and the layers of a decoder need to know of padding and documents, once per batch.
 
     `attention_mask` [B, S] is 0 at padding; one of four dims is bool and used unchanged. `document_ids` [B, S] are
-    equal for tokens that may see each other. The result is None where causality alone decides, the borders of blocks
-    where they are faster, else a mask [B, 1, S, S]. `width` is that of the heads: with one that has no kernel for
-    blocks, each layer would have to make the mask. `is_whole` is that of the model's sequence: one that is split over
-    ranks accepts masks only.
+    equal for tokens that may see each other. The result is None if attention is only causal, the borders of blocks
+    where they are faster, and otherwise a mask [B, 1, S, S]. Pass the `width` of the heads: for widths that flex
+    attention does not support, each layer would have to create the mask. `is_whole` is that of the model's sequence:
+    one that is split over ranks accepts only masks.
     """
     if attention_mask is not None and is_full(attention_mask):
         attention_mask = None
@@ -199,9 +197,9 @@ def attention(
 
     Uses the fastest kernel for the case, without repeating keys and values. `mask` is None, the result of
     `decoder_mask(attention_mask, document_ids)`, or a tensor that broadcasts to [B, H, S, S]: bool (True: visible) or
-    numbers that are added to the scores. A mask decides alone; `is_causal` is for calls without one. `window` limits
-    causal attention to that many keys: the query's own and those before it. `dropout` is applied as given: pass 0
-    outside of training. `scale` multiplies the scores and defaults to 1 / √W.
+    numbers that are added to the scores. With a mask, `is_causal` is ignored. `window` limits causal attention to that
+    many keys: the query's own and those before it. `dropout` is applied as given: pass 0 outside of training. `scale`
+    multiplies the scores and defaults to 1 / √W.
     """
     enable_gqa = queries.shape[1] != keys.shape[1]
     if window is not None and window < keys.shape[2]:

@@ -29,9 +29,9 @@ class DocumentBorders(NamedTuple):
     """
 
     document_ids: Tensor
-    """[B, S]: a query sees the keys with an id equal to its own, as far as they are not later."""
+    """[B, S]: a query sees the keys with an id equal to its own that are not later."""
     key_ids: Tensor
-    """[B, S]: the ids of the keys; other than `document_ids` for padding, which is a query like any other."""
+    """[B, S]: the ids of the keys. They differ from `document_ids` in padded rows, where no query sees padding."""
     kv_num_blocks: Tensor
     """[B, 1, N] and, for the indices, [B, 1, N, N], int32; so are all that follow."""
     kv_indices: Tensor
@@ -48,7 +48,7 @@ class DocumentBorders(NamedTuple):
 
 
 def has_blocks(rows: Tensor, kind: Kind = "packed", *, width: int | None = None) -> bool:
-    """Returns True if borders in blocks are the fastest for rows [B, S] and this width of heads: on GPUs with Triton.
+    """Returns True if borders in blocks are fastest for rows [B, S] and heads of this width: on GPUs with Triton.
 
     A `width` of None is not known yet.
     """
@@ -60,8 +60,8 @@ def has_blocks(rows: Tensor, kind: Kind = "packed", *, width: int | None = None)
 def document_borders(document_ids: Tensor, key_ids: Tensor | None = None) -> DocumentBorders:
     """Returns the borders of rows [B, S], S a multiple of BLOCK, in which no token sees a later one.
 
-    Any ids will do; if they rise along the row, as those of data/pack.py do, no block is looked at in vain. `key_ids`
-    are the ids of the keys if they are not those of the queries. Waits for no device.
+    Any ids are valid; if they rise along the row, as those of data/pack.py do, no block is computed unnecessarily.
+    `key_ids` are the ids of the keys if they differ from those of the queries. Does not wait for the device.
     """
     key_ids = document_ids if key_ids is None else key_ids
     query_lowest, query_highest = _ranges(document_ids)  # [B, 1, N]

@@ -10,9 +10,9 @@ largest value is the largest of the format, and the product is multiplied by bot
 | rowwise    | each row of both factors  | fp8   | bf16 | x in bf16                  |
 
 The matrix units read both factors along the dim that is summed, so a tensor that occurs in two products is cast into
-two layouts. Casts are plain torch operations: the compiler computes them in the kernels around the products, the
-largest value of each row in the kernel that produces the tensor. (A Triton kernel that casts gradients into both
-layouts at once was not faster on an H200.) Which layers are fp8 is decided in models/fp8.py.
+two layouts. Casts are plain torch operations, which the compiler fuses with the kernels that produce the tensors. (A
+Triton kernel that casts gradients into both layouts at once was not faster on an H200.) models/fp8.py chooses the
+layers.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ Recipe = Literal["tensorwise", "rowwise"]
 
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
-"""What the sizes of both factors must be divisible by, apart from the rows of the first."""
-_WIDE = 1024  # outputs from which a weight's gradient is a product of its own: joining gradients is a pass over them
-_SMALLEST_AMAX = 1e-12  # of a tensor of zeros, whose scale must not be 0
+"""The sizes of both factors must be divisible by this, except for the rows of the first."""
+_WIDE = 1024  # weights with this many outputs have a product of their own: joining gradients is a pass over them
+_SMALLEST_AMAX = 1e-12  # a tensor of zeros must not have a scale of 0
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that trains in fp8. Evaluation, and calls without gradients, are those of nn.Linear.
+    """A linear layer that trains in fp8; it evaluates, and computes without gradients, as nn.Linear does.
 
-    `use_fp8` of models/fp8.py turns an nn.Linear into one. Parameters, state dict and hooks are those of nn.Linear.
+    `use_fp8` of models/fp8.py turns an nn.Linear into one. Parameters, state dict and hooks do not change.
     """
 
     evaluates_as: ClassVar[type[nn.Module]] = nn.Linear
-    """The class that computes the same outside of training."""
+    """The class whose forward runs outside of training."""
     fp8_recipe: Recipe
 
     def forward(self, input: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8LoRALinear(LoRALinear):
-    """A linear layer with an adapter, whose frozen product trains in fp8; the adapter computes as without fp8."""
+    """A linear layer with an adapter: multiplies with the frozen weight in fp8 and with the adapter in bf16."""
 
     evaluates_as: ClassVar[type[nn.Module]] = LoRALinear
     fp8_recipe: Recipe
@@ -69,7 +69,7 @@ class Fp8LoRALinear(LoRALinear):
 def linears(input: Tensor, *layers: nn.Module) -> list[Tensor]:
     """Returns the outputs of layers that read the same input.
 
-    Layers in fp8 are one product: the input is cast once, and the sum of its gradients is part of the product.
+    Layers in fp8 are computed as one product: the input is cast once, and the product also adds up its gradients.
     """
     if all(type(layer) is Fp8Linear and _computes_in_fp8(layer, input) and not _is_hooked(layer) for layer in layers):
         return _fp8_linears(input, layers)
@@ -83,7 +83,7 @@ def _is_hooked(layer: nn.Module) -> bool:
 
 
 def _computes_in_fp8(layer: nn.Module, input: Tensor) -> bool:
-    """Returns True while training in bf16; where autocast is disabled for fp32 inputs the layer computes in fp32."""
+    """Returns True while training in bf16; False where autocast is disabled and the input is fp32."""
     return layer.training and torch.is_grad_enabled() and _compute_dtype(input) == torch.bfloat16 and input.numel() > 0
 
 
@@ -197,14 +197,14 @@ class _RowwiseProduct(torch.autograd.Function):
 
 
 def tensor_scale(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Returns the scale of tensors that are one factor, as float32 without dims."""
-    # By rows first: the compiler then fuses that with the kernel that produces the rows, such as a norm.
+    """Returns the common scale of tensors that form one factor, a float32 scalar tensor."""
+    # By rows first, which the compiler fuses with the kernel that produces the rows, such as a norm.
     largest = [each.abs().amax(dim=-1).amax() for each in tensors]
     return _scale(largest, dtype)
 
 
 def scale_along(tensors: Sequence[Tensor], dtype: torch.dtype, *, dim: int) -> Tensor:
-    """Returns the scales of the rows (dim 1) or columns (dim 0) of tensors that are one factor: [M, 1] or [1, K]."""
+    """Returns the scales of the rows (dim 1) or columns (dim 0) of tensors that form one factor: [M, 1] or [1, K]."""
     return _scale([each.abs().amax(dim=dim, keepdim=True) for each in tensors], dtype)
 
 
@@ -212,7 +212,7 @@ def _scale(largest: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     overall = largest[0].float()
     for each in largest[1:]:
         overall = torch.maximum(overall, each.float())
-    # nan and inf stay: the output is nan, and anomaly detection sees it.
+    # nan and inf are kept: the output is then nan, which anomaly detection reports.
     return overall.clamp(min=_SMALLEST_AMAX) / torch.finfo(dtype).max
 
 
@@ -226,8 +226,8 @@ def scaled_product(
 ) -> Tensor:
     """Returns first [M, K] × secondᵀ [K, N] of contiguous fp8 tensors, multiplied by their scales.
 
-    `fast` sums with fewer bits on Hopper, as is usual for outputs but not for gradients. On a CPU torch multiplies
-    the values in fp32.
+    `fast` accumulates with fewer bits on Hopper, as is usual for outputs but not for gradients. On a CPU torch
+    multiplies the values in fp32.
     """
     # The public torch.nn.functional.scaled_mm is not in every supported version. On a CPU the operation calls others,
     # which autocast would run in bf16.
@@ -254,5 +254,5 @@ def _join(tensors: Sequence[Tensor], *, dim: int) -> Tensor:
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
-    """Returns the dtype of a weight's gradient that the product can write itself."""
+    """Returns the dtype in which the product writes a weight's gradient."""
     return torch.float32 if weight.dtype == torch.float32 else torch.bfloat16

@@ -1,8 +1,8 @@
-"""Which kernel computes attention on a GPU, by the kind of rows, their length and the width of heads.
+"""Selects the kernel of attention on a GPU by the kind of rows, their length and the width of heads.
 
-FASTEST holds what benchmarks/attention.py has measured (benchmarks/results/attention.md): measure, then change the
-table. "torch" is `scaled_dot_product_attention` with the kernel that torch selects, and a mask if rows need one. A
-kernel that cannot run after all (dtype, dropout, an older torch) is replaced by it as well.
+FASTEST follows the measurements of benchmarks/attention.py (benchmarks/results/attention.md). "torch" is
+`scaled_dot_product_attention` with the kernel that torch selects, and a mask if rows need one. It also replaces a
+kernel that cannot run (dtype, dropout, an older torch).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kernel = Literal["torch", "flex", "varlen"]
 
 
 class Row(NamedTuple):
-    """A line of the table: the kernel for rows of at least `shortest` tokens and heads of these widths."""
+    """A line of the table: a kernel for rows of at least `shortest` tokens and heads of these widths."""
 
     kernel: Kernel
     shortest: int
@@ -25,25 +25,25 @@ class Row(NamedTuple):
 
 
 FLEX_WIDTHS = (16, 32, 64, 128)
-"""Widths of heads that flex attention accepts without padding and with room for its backward pass."""
+"""Widths of heads that flex attention supports without padding and with a backward pass that fits on a GPU."""
 FLASH_WIDTHS = range(8, 257, 8)
 """Widths of heads that FlashAttention accepts."""
 
 FASTEST: Mapping[Kind, tuple[Row, ...]] = {
-    # Rows of 4 blocks took as long with a mask.
+    # Rows of 512 tokens took as long with a mask.
     "packed": (Row("flex", 1024, FLEX_WIDTHS),),
     "padded": (Row("flex", 1024, FLEX_WIDTHS),),
     "window": (Row("varlen", 0, FLASH_WIDTHS),),
     "packed window": (),
 }
-"""The first line that fits decides; "torch" if none does. Causal rows without a mask have no line: see FLASH_FIRST."""
+"""The first line that fits is used, "torch" if none does. FLASH_FIRST decides for causal rows without a mask."""
 
 FLASH_FIRST = ("FA3", "FA4")
-"""Versions of FlashAttention that are preferred to cuDNN's kernel where they are active; version 2 is slower."""
+"""Versions of FlashAttention that are preferred to cuDNN's kernel if torch has activated them; version 2 is slower."""
 
 
 def fastest(kind: Kind, length: int, width: int | None = None) -> Kernel:
-    """Returns the kernel for rows of `length` tokens; a `width` of None is not known yet and fits every line."""
+    """Returns the kernel for rows of `length` tokens; a `width` of None, not known yet, fits every line."""
     for kernel, shortest, widths in FASTEST[kind]:
         if length >= shortest and (width is None or width in widths):
             return kernel

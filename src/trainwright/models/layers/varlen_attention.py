@@ -1,7 +1,7 @@
-"""Causal attention by FlashAttention's kernel for sequences of any length: packed rows, and windows.
+"""Causal attention with FlashAttention's kernel for sequences of variable length: packed rows, and windows.
 
-`torch.nn.attention.varlen` is this kernel; it reads where sequences start instead of a mask. A mask replaces it on
-devices and for dtypes without it.
+`torch.nn.attention.varlen` has this kernel, which reads the starts of sequences instead of a mask. Devices and dtypes
+that it does not support use a mask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainwright.models.layers.kernel_table import FLASH_WIDTHS
 
 
 class DocumentStarts(NamedTuple):
-    """Rows [B, S] of documents that are contiguous, by where they start, and the window within them if there is one."""
+    """Rows [B, S] of contiguous documents by the tokens at which they start, and the window within them, if any."""
 
     document_ids: Tensor
     starts: Tensor
@@ -36,16 +36,17 @@ class DocumentStarts(NamedTuple):
 
 
 def document_starts(document_ids: Tensor, *, window: int | None = None) -> DocumentStarts:
-    """Returns the starts of the documents in rows [B, S], each of which is contiguous. Waits for no device.
+    """Returns the starts of the contiguous documents in rows [B, S], without waiting for the device.
 
-    There is room for as many documents as tokens: their number is not known on the host. The rest are empty.
+    The host does not know the number of documents, so there is one entry for each token; unused entries are empty
+    documents.
     """
     is_start = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True).flatten()
     total = document_ids.numel()
     tokens = torch.arange(total, dtype=torch.int32, device=document_ids.device)
-    # All tokens that start nothing are written into the last place, which is the number of tokens.
-    places = torch.where(is_start, is_start.cumsum(dim=0) - 1, total)
-    starts = tokens.new_full((total + 1,), total).scatter(0, places, torch.where(is_start, tokens, total))
+    # Tokens that start no document write to the last entry, which is the number of tokens.
+    indices = torch.where(is_start, is_start.cumsum(dim=0) - 1, total)
+    starts = tokens.new_full((total + 1,), total).scatter(0, indices, torch.where(is_start, tokens, total))
     return DocumentStarts(document_ids, starts, window)
 
 
@@ -59,7 +60,7 @@ def band(length: int, window: int, *, device: torch.device) -> Tensor:
 def attend_within_window(
     queries: Tensor, keys: Tensor, values: Tensor, window: int, *, scale: float | None
 ) -> Tensor | None:
-    """Mixes values [B, heads, S, W] of the window's keys; None where the kernel cannot run."""
+    """Mixes values [B, heads, S, W] of the window's keys; returns None if the kernel cannot run."""
     num_rows, _, length, _ = queries.shape
     starts = torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32, device=queries.device)
     return attend_by_starts(queries, keys, values, starts, window=window, scale=scale)
@@ -68,7 +69,7 @@ def attend_within_window(
 def attend_by_starts(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, *, window: int | None, scale: float | None
 ) -> Tensor | None:
-    """Mixes values [B, heads, S, W] of earlier keys of the same sequence; None where the kernel cannot run.
+    """Mixes values [B, heads, S, W] of earlier keys of the same sequence; returns None if the kernel cannot run.
 
     `starts` are the first tokens of the sequences, counted over all rows, and at the end the number of tokens.
     """
@@ -78,7 +79,7 @@ def attend_by_starts(
 
     num_rows, num_heads, length, width = queries.shape
     flat = [each.transpose(1, 2).flatten(0, 1) for each in (queries, keys, values)]  # [B × S, heads, W]
-    # torch 2.11 accepts fewer key heads than query heads without being asked to.
+    # torch 2.11 has no enable_gqa: it always accepts fewer key heads than query heads.
     options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _arguments() else {}
     options["window_size"] = (-1 if window is None else window - 1, 0)
     kernel: Any = varlen_attn  # its arguments differ between versions of torch
