@@ -88,6 +88,32 @@ def test_what_each_step_computes_again_before_it_reads_it_has_no_finding(check):
     assert "a step after the checkpoint" in report.checked
 
 
+READ_ONLY = """
+import logging
+
+logger = logging.getLogger("of a step")
+
+class Making(dict):
+    def __iter__(self):
+        return super().__iter__()
+
+    def __getitem__(self, key):
+        MADE.append(key)
+        return object()
+
+MADE, making = [], Making(a=1)
+
+class Own(Trainer):
+    def train_loop_end(self):
+        logger.debug("a loop ends")
+        return super().train_loop_end()
+"""
+
+
+def test_a_logger_and_the_items_that_a_mapping_makes_have_no_finding(check):
+    assert unsaved(check("trainer.type=parts.py:Own", more=READ_ONLY)) == {}
+
+
 OWNERS = {
     "a counter of a task": (
         """

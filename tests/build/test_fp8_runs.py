@@ -196,14 +196,13 @@ def test_settings_without_effect_and_devices_without_fp8_raise(tmp_path, monkeyp
         estimate(load(tmp_path, "runtime.mesh={tensor: 2}"), world_size=2)
 
 
-def test_a_run_in_fp8_does_not_resume_unnoticed_on_a_device_without_fp8(tmp_path, monkeypatch):
+def test_auto_does_not_continue_a_run_in_fp8_in_another_precision(tmp_path, monkeypatch):
     monkeypatch.setattr("trainwright.models.fp8.SMALLEST_GAIN", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     train(load(tmp_path, "trainer.max_steps=2", "runtime.fp8=null"))
-    kept = ("runtime.precision=auto", "runtime.fp8=null")
-    assert build_trainer(load(tmp_path, *kept)).config.runtime.precision == "fp8"
-    with raises(ConfigError, "runtime.precision", "8.9", golden=False):
-        build_trainer(load(tmp_path, *kept, "runtime.device=auto"))
+    for device in ("cpu", "auto"):
+        with raises(CheckpointError, "runtime.precision", "--accept-changes", golden=False):
+            build_trainer(load(tmp_path, "runtime.precision=auto", "runtime.fp8=null", f"runtime.device={device}"))
 
 
 def test_a_gpu_before_ada_is_rejected(monkeypatch):

@@ -166,6 +166,14 @@ def test_a_phase_without_overrides_is_one_line(project):
     assert "after_save  no hook" in lines
 
 
+def test_steps_during_the_backward_pass_are_shown(project):
+    assert any(
+        line.startswith("the optimizer's step, during the backward pass")
+        for line in lines_of("trainer.optimizer_in_backward=true")
+    )
+    assert not mentions(lines_of(), "during the backward pass")
+
+
 def test_limits_periods_and_batches_are_shown(project):
     lines = lines_of()
     assert "The loop: up to 30 steps; 8 samples a step in 2 micro-batches" in lines

@@ -636,7 +636,8 @@ class _Explanation:
         optimizers = [replace(each, remark="builds the optimizers") for each in self.trainer_calls("build_optimizers")]
         classes = [self.found.parts[label] for label in self._labels("optimizer") if label in self.found.parts]
         steps = [call_of(each.step, f"{each.__name__}.step") for each in classes if hasattr(each, "step")]
-        self.phase("the optimizer's step", optimizers[:1] or steps, 2)
+        in_backward = ", during the backward pass" if self.config.trainer.optimizer_in_backward else ""
+        self.phase(f"the optimizer's step{in_backward}", optimizers[:1] or steps, 2)
 
     def _evaluate(self) -> None:
         data = self.config.data

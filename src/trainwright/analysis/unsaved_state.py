@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import random
 import sys
 from collections import deque
@@ -348,6 +349,10 @@ class _Reader:
             return [generator]
         if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
             return [value.state_dict()]
+        if isinstance(value, logging.Logger):  # caches which levels are enabled
+            return None
+        if isinstance(value, dict):  # not the items that a subclass makes when they are looked up
+            return dict(dict.items(value))
         if isinstance(value, Mapping):
             return dict(value)
         if isinstance(value, list | tuple | deque):

@@ -67,7 +67,7 @@ def run_guarded(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
     modes that guard the run, and rejects a whole graph there.
     """
     has_compiled = "torch._dynamo" in sys.modules  # slow to import, and without it nothing is compiled
-    stance = torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()  # type: ignore[no-untyped-call]
+    stance = torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
     with stance, _NoConversions(), _NoDataDependence():
         return run(list(inputs))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from tests.messages import raises
 
+from trainwright.errors import DataError
 from trainwright.models.layers import attention
 from trainwright.models.layers.attention import WholeSequence, attend, split_heads
 
@@ -61,3 +63,9 @@ def test_grouped_heads_are_repeated_for_a_mask_with_the_same_result(monkeypatch)
     mixed = WholeSequence().attend(queries, keys, values, mask=mask, enable_gqa=True)
     assert given[0]["enable_gqa"] is False
     torch.testing.assert_close(mixed, expected)
+
+
+def test_a_mask_of_integers_is_rejected_with_the_function_for_it():
+    states = torch.zeros(2, 1, 4, 8)
+    with raises(DataError, "int64", "decoder_mask(attention_mask)"):
+        attention.attention(states, states, states, mask=torch.ones(2, 4, dtype=torch.long))

@@ -201,6 +201,12 @@ def attention(
     many keys: the query's own and those before it. `dropout` is applied as given: pass 0 outside of training. `scale`
     multiplies the scores and defaults to 1 / √W.
     """
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool and not mask.is_floating_point():
+        kind = str(mask.dtype).removeprefix("torch.")
+        raise DataError(
+            f"attention: mask has the dtype {kind} and the shape {list(mask.shape)}. Use bool (True: visible) or "
+            "numbers that are added to the scores. The attention_mask of a batch is for decoder_mask(attention_mask)."
+        )
     enable_gqa = queries.shape[1] != keys.shape[1]
     if window is not None and window < keys.shape[2]:
         if not is_causal:
