@@ -1,11 +1,13 @@
 """fp8 linear layers against bf16: forward and backward of single layers and of whole blocks, compiled.
 
-    python benchmarks/fp8.py [--output FOLDER] [--only layers|blocks] [--rounds 5] [--dry-run]
+    python benchmarks/fp8.py [--output FOLDER] [--only layers|blocks] [--seconds 300] [--rounds 5] [--dry-run]
 
 16,384 tokens through the layers of TinyLlama, Llama 8B and GPT-2 small, with bf16 weights. A layer reads the output of
 a norm; `separate` computes layers that share an input (queries, keys and values; gate and up) one by one. From a
 trace: the milliseconds of matrix products, of attention, and of all other kernels, which include the casts.
-`--dry-run`: tiny, on a CPU.
+
+Each measurement compiles a graph of its own. Blocks come first, and the results are written after each one; after
+`--seconds` none is begun. `--dry-run`: tiny, on a CPU.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +64,10 @@ class Separate(Fp8Linear):
 VARIANTS = {
     "bf16": (nn.Linear, None),
     "tensorwise": (Fp8Linear, "tensorwise"),
-    "tensorwise, separate": (Separate, "tensorwise"),
     "rowwise": (Fp8Linear, "rowwise"),
+    "tensorwise, separate": (Separate, "tensorwise"),
 }
+COLUMNS = ["case", "times", "ms", "products", "attention", "other", "peak MiB"]
 
 
 class NormAndLayer(nn.Module):
@@ -88,23 +94,27 @@ class Gpt2Block(Block):
         return super().forward(hidden, None)
 
 
-def cases(options: argparse.Namespace, device: torch.device) -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
-    """Returns the modules with the shapes of their inputs."""
-    found: dict[str, tuple[nn.Module, tuple[int, ...]]] = {}
+def cases(options: argparse.Namespace) -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
+    """Returns how each module is made, with the shape of its input; the most useful ones first."""
+    found: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {}
     batch, length = (2, 64) if options.dry_run else (8, 2048)
-    layers = {"tiny": (64, 128)} if options.dry_run else LAYERS
-    blocks = {"tiny": TINY} if options.dry_run else BLOCKS
-    with device:
-        if options.only != "blocks":
-            for name, widths in layers.items():
-                found[name] = (NormAndLayer(*widths), (batch * length, widths[0]))
-        if options.only != "layers":
-            for name, settings in blocks.items():
-                block = LlamaBlock(settings, length)
-                found[f"block of {name}"] = (block, (batch, length, settings["hidden_size"]))
-            if not options.dry_run:
-                found["block of GPT-2 small"] = (Gpt2Block(GPT2), (16, 1024, 768))
+    if options.only != "layers":
+        for name, settings in ({"tiny": TINY} if options.dry_run else BLOCKS).items():
+            shape = (batch, length, settings["hidden_size"])
+            found[f"block of {name}"] = (partial(LlamaBlock, settings, length), shape)
+        if not options.dry_run:
+            found["block of GPT-2 small"] = (partial(Gpt2Block, GPT2), (16, 1024, 768))
+    if options.only != "blocks":
+        for name, widths in ({"tiny": (64, 128)} if options.dry_run else LAYERS).items():
+            found[name] = (partial(NormAndLayer, *widths), (batch * length, widths[0]))
     return found
+
+
+def measurements(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Returns the pairs of a case and a variant in their order: `separate`, which only blocks have, at the end."""
+    pairs = [(case, variant) for case in names for variant in VARIANTS]
+    pairs = [(case, variant) for case, variant in pairs if "separate" not in variant or case.startswith("block")]
+    return sorted(pairs, key=lambda pair: "separate" in pair[1])
 
 
 def kernels(run: Any, device: torch.device) -> dict[str, float]:
@@ -155,42 +165,59 @@ def measure(
     return {key: round(value, 3) for key, value in (found | kernels(once, device)).items()}
 
 
+def report(found: dict[str, Any]) -> str:
+    rows = []
+    for case, entry in found["cases"].items():
+        for variant in (each for each in VARIANTS if each in entry["results"]):
+            one = entry["results"][variant]
+            cells = [f"{entry['results']['bf16']['ms'] / one['ms']:.2f}"]
+            cells += [f"{one.get(key, 0):.2f}" for key in ("ms", "products", "attention", "other")]
+            rows.append([f"{case}, {variant}", *cells, f"{one.get('peak_mib', 0):.0f}"])
+    text = [
+        f"# fp8 layers on one {found['device']}, torch {found['torch']}",
+        "`python benchmarks/fp8.py --output benchmarks/results`",
+        "Forward and backward, compiled, 16,384 tokens, bf16 weights. `times` is the speed relative to bf16.",
+        table(COLUMNS, rows),
+    ]
+    if found["left_out"]:
+        text.append(f"Not measured, because no time was left: {'; '.join(found['left_out'])}.")
+    return "\n\n".join(text)
+
+
+def write(found: dict[str, Any], folder: Path | None) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "fp8.json").write_text(json.dumps(found, indent=1) + "\n")
+        (folder / "fp8.md").write_text(report(found) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only", choices=("layers", "blocks"))
+    parser.add_argument("--seconds", type=float, default=300.0, help="after this time no measurement is begun")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
+    begun = time.monotonic()
     device = torch.device("cpu" if options.dry_run else "cuda")
     name = "cpu" if options.dry_run else torch.cuda.get_device_name()
-    found: dict[str, Any] = {"device": name, "torch": torch.__version__, "cases": {}}
-    rows = []
-    for case, (module, shape) in cases(options, device).items():
-        module.to(torch.bfloat16).train()
-        results: dict[str, dict[str, float]] = {}
-        for variant in VARIANTS:
-            if "separate" in variant and not case.startswith("block"):
-                continue
-            torch.manual_seed(0)
-            one = results[variant] = measure(module, shape, variant, options, device)
-            print(case, variant, json.dumps(one), flush=True)
-            times = [f"{results['bf16']['ms'] / one['ms']:.2f}"]
-            times += [f"{one.get(key, 0):.2f}" for key in ("ms", "products", "attention", "other")]
-            rows.append([f"{case}, {variant}", *times, f"{one.get('peak_mib', 0):.0f}"])
-        found["cases"][case] = {"shape": shape, "results": results}
-        module.to("meta")  # frees the memory for the next one
-    text = [
-        f"# fp8 layers on one {name}, torch {torch.__version__}",
-        "`python benchmarks/fp8.py --output benchmarks/results`",
-        "Forward and backward, compiled, 16,384 tokens, bf16 weights. `times` is the speed relative to bf16.",
-        table(["case", "times", "ms", "products", "attention", "other", "peak MiB"], rows),
-    ]
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "fp8.json").write_text(json.dumps(found, indent=1) + "\n")
-        (options.output / "fp8.md").write_text("\n\n".join(text) + "\n")
-    print("\n\n".join(text))
+    found: dict[str, Any] = {"device": name, "torch": torch.__version__, "cases": {}, "left_out": []}
+    known = cases(options)
+    for case, variant in measurements(known):
+        if time.monotonic() - begun > options.seconds:
+            found["left_out"].append(f"{case}, {variant}")
+            continue
+        make, shape = known[case]
+        torch.manual_seed(0)
+        with device:
+            module = make().to(torch.bfloat16).train()
+        one = measure(module, shape, variant, options, device)
+        print(f"{time.monotonic() - begun:5.0f} s ", case, variant, json.dumps(one), flush=True)
+        found["cases"].setdefault(case, {"shape": shape, "results": {}})["results"][variant] = one
+        write(found, options.output)
+    write(found, options.output)
+    print(report(found))
 
 
 if __name__ == "__main__":

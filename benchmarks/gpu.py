@@ -353,7 +353,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=134.0, help="GiB of the GPU that contenders may use together")
     parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat's repository")
     parser.add_argument(
-        "--repeated-blocks", action="store_true", help="set model.compile_repeated_blocks in mode compile"
+        "--repeated-blocks", action="store_true", help="set model.compile_repeated_blocks for shipped models"
     )
     parser.add_argument("--plan", action="store_true", help="print the waves and their expected time, and exit")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="write one report of several results")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import subprocess
 import sys
@@ -163,6 +164,31 @@ def test_reports_of_several_commands_are_merged(cases, make_report, tmp_path):
         Report.merged([tmp_path / "gpu.json", other / "gpu.json"])
 
 
+OURS = [
+    *(("tinyllama", name) for name in ("shipped, bf16, memory budget 0.8", "shipped, fp8", "transformers, fp8")),
+    *(("llama8b", name) for name in ("shipped, bf16", "shipped, fp8")),
+    *(("lora8b", name) for name in ("LoRA, bf16, memory budget 0.5", "LoRA, fp8")),
+    ("gpt2", "shipped, fp8"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_by_block", [False, True], ids=["whole", "by block"])
+@pytest.mark.parametrize(("name", "contender"), OURS)
+def test_settings_of_ours_train_in_a_dry_run(cases, monkeypatch, name, contender, is_by_block):
+    import gpu_contenders
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", "")  # train_ours sets it
+    monkeypatch.setattr(sys, "stdin", io.StringIO("end\n"))
+    case = cases.CASES[name].with_repeated_blocks() if is_by_block else cases.CASES[name]
+    [chosen] = (each for each in case.contenders if each.name == contender)
+    job = {"case": name, "framework": chosen.framework, "options": chosen.options, "dry_run": True, "nanochat": None}
+    messages = io.StringIO()
+    losses = gpu_contenders.train(job, messages)
+    assert json.loads(messages.getvalue())["event"] == "ready"
+    assert losses["loss_after"] < losses["loss_before"] - 0.005
+
+
 @pytest.mark.slow
 def test_a_dry_run_measures_peers_and_ours(cases, tmp_path):
     pytest.importorskip("accelerate")
@@ -177,3 +203,12 @@ def test_a_dry_run_measures_peers_and_ours(cases, tmp_path):
         assert peer["loss_after"] == pytest.approx(own["loss_after"], abs=5e-3)
         assert own["loss_after"] < own["loss_before"] - 0.01
     assert "| toy model, graph mode | ≥ 18× |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8", "loss"])
+def test_a_dry_run_writes_its_table(tmp_path, name):
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--dry-run", "--output", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["device"] == "cpu"
+    assert "| ms |" in (tmp_path / f"{name}.md").read_text(encoding="utf-8")

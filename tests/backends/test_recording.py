@@ -61,6 +61,17 @@ def test_operations_that_depend_on_values_are_rejected(read):
         run_guarded(lambda given: [torch.as_tensor(read(given[0]))], [torch.ones(3)])
 
 
+def test_compiled_code_runs_eagerly_so_that_the_guards_see_its_operations():
+    double = torch.compile(lambda x: 2 * x, backend="aot_eager", fullgraph=True)
+    read = torch.compile(lambda x: x.nonzero(), backend="eager")
+    for function in (double, read):
+        function(torch.ones(3))  # compiled before, as by warm-up updates
+    [values] = run_guarded(lambda given: [double(given[0])], [torch.ones(3)])
+    assert values.tolist() == [2.0, 2.0, 2.0]
+    with pytest.raises(HostReadError):
+        run_guarded(lambda given: [read(given[0])], [torch.ones(3)])
+
+
 def test_indexing_by_integers_is_allowed():
     rows = torch.arange(3)
     inputs = [torch.arange(9.0).reshape(3, 3), torch.tensor([2, 0, 1])]

@@ -155,6 +155,8 @@ def test_a_checkpoint_is_that_of_any_run_and_precision_counts_as_a_change(tmp_pa
     }
     with raises(CheckpointError, "runtime.precision", "--accept-changes"):
         build_trainer(load(tmp_path, fp8=False))
+    with raises(CheckpointError, "runtime.precision", "runtime.fp8.match"):  # auto does not keep fp8 without its layers
+        build_trainer(load(tmp_path, "runtime.precision=auto", fp8=False))
     trainer = build_trainer(load(tmp_path, fp8=False), accept_changes=True)
     trainer.train()
     assert trainer.step == 4

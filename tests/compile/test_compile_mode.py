@@ -187,6 +187,13 @@ def test_with_compile_repeated_blocks_a_deeper_stack_takes_no_more_graphs(tmp_pa
     assert counts[0][1:] == (0, 0)
 
 
+@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": "Layer"}])
+def test_compile_repeated_blocks_work_in_graph_mode(tmp_path, more):
+    eager = run(tmp_path / "eager", *DEEP, deep(3))
+    graph = run(tmp_path / "graph", *DEEP, deep(3, compile_repeated_blocks="layers", **more), "runtime.mode=graph")
+    assert same_bits(eager, graph)
+
+
 def test_recomputed_layers_are_compiled_with_the_rest(tmp_path):
     eager = run(tmp_path / "eager", *DEEP, deep(3))
     compiled = run(

@@ -177,6 +177,18 @@ def test_a_recomputed_llama_with_averaged_weights_is_equal(tmp_path, precision):
     assert all(torch.equal(one, other) for one, other in zip(runs[0][1], runs[1][1], strict=True))
 
 
+@pytest.mark.parametrize(("name", "stack"), [("llama", "model.layers"), ("gpt2", "transformer.h")])
+def test_blocks_that_are_compiled_by_themselves_are_equal(tmp_path, replays, name, stack):
+    model = {"type": name, "vocab_size": 64, "num_layers": 2, "hidden_size": 32, "num_heads": 2, "dropout": 0.1}
+    runs = []
+    for mode, added in (("eager", {}), ("graph", {"compile_repeated_blocks": stack})):
+        trainer = train(tmp_path, mode, OnTokens, model=model | added, trainer={"max_steps": 5}, evaluation={})
+        runs.append(outcome(trainer))
+    assert len(replays) == 3
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(runs[0][1], runs[1][1], strict=True))
+
+
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_anomalies_are_held_back_alike(tmp_path, policy, monkeypatch):
     monkeypatch.setattr(Base, "data", {"bad": (3, 77)})

@@ -127,6 +127,7 @@ def test_weights_losses_and_norms_are_those_of_steps_after_the_backward(tmp_path
         ["model.compile_repeated_blocks=model.layers"],
         ["model.activation_checkpointing=[DecoderLayer]"],
         ["runtime.mode=compile", "runtime.compile_backend=aot_eager", "model.compile_repeated_blocks=model.layers"],
+        ["runtime.mode=graph", "model.compile_repeated_blocks=model.layers"],
         ["model.dtype=bf16"],
         ["model.tie_embeddings=false"],
         ["data.last_batch=short", "trainer.max_steps=9", "trainer.global_batch_size=10"],

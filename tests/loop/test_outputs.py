@@ -225,6 +225,35 @@ def test_an_operation_without_autocast_is_told_the_setting(tmp_path, name):
         train("fp32")
 
 
+LLAMA = "type: llama, vocab_size: 64, hidden_size: 16, num_layers: 1, num_heads: 2"
+THEIRS = (
+    "type: 'transformers:LlamaForCausalLM', vocab_size: 64, hidden_size: 16, num_hidden_layers: 1, "
+    "num_attention_heads: 2, intermediate_size: 16"
+)
+
+
+@pytest.mark.parametrize("model", [LLAMA, THEIRS], ids=["shipped", "transformers"])
+@pytest.mark.parametrize("use", [lambda logits: logits.argmax(-1), lambda logits: logits[:, 0]], ids=["call", "index"])
+def test_logits_that_a_fused_loss_does_not_compute_are_explained(tmp_path, model, use):
+    class Reading(Trainer):
+        def forward(self, **batch):
+            outputs = self.model(**batch)
+            use(outputs["logits"])
+            return outputs["loss"]
+
+    def train(fused):
+        data = "data.train={type: pack, length: 32, source: {type: parts.py:Documents}}"
+        overrides = [f"output_dir={tmp_path}", "trainer.max_steps=1", "data.eval={}", "evaluation.metrics={}", data]
+        config = RunConfig.load(
+            PROJECT / "run.yaml", [*overrides, "trainer.micro_batch_size=8", f"model={{{model}, fused_loss: {fused}}}"]
+        )
+        build_trainer(config, Reading, fresh=True).train()
+
+    with raises(TrainwrightError, "model.fused_loss: false", "NoneType", at="test_outputs.py"):
+        train("true")
+    train("false")
+
+
 @pytest.mark.parametrize("layer", [nn.Linear(4, 2), nn.Conv1d(4, 2, 1)])
 def test_an_input_in_another_precision_than_the_weights_is_told_the_setting(layer):
     batch = {"ids": torch.zeros(2, dtype=torch.long), "pixels": torch.zeros(1, 4, 4)}

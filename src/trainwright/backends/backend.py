@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,8 +61,14 @@ class EagerRecording:
 
 
 def run_guarded(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Runs a function; raises HostReadError if a CUDA graph could not capture it."""
-    with _NoConversions(), _NoDataDependence():
+    """Runs a function; raises HostReadError if a CUDA graph could not capture it.
+
+    Compiled code in it, such as that of `model.compile_repeated_blocks`, runs eagerly: torch compiles nothing under the
+    modes that guard the run, and rejects a whole graph there.
+    """
+    has_compiled = "torch._dynamo" in sys.modules  # slow to import, and without it nothing is compiled
+    stance = torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()  # type: ignore[no-untyped-call]
+    with stance, _NoConversions(), _NoDataDependence():
         return run(list(inputs))
 
 

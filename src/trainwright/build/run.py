@@ -503,14 +503,17 @@ def _with_precision(config: RunConfig, model: torch.nn.Module, backend: Backend,
 def _keep_precision(config: RunConfig, folder: Path, backend: Backend, ranks: Ranks) -> RunConfig:
     """Returns the config with the precision of the run in this folder instead of `auto`, if it has checkpoints.
 
-    Raises if the device does not support that precision, because the run would continue with other numbers.
+    Raises if the device does not support that precision, because the run would continue with other numbers. fp8 is not
+    kept, because it belongs to `runtime.fp8`: a run in fp8 that resumes without both has changed settings, which raises.
     """
     if config.runtime.precision != "auto":
         return config
 
     def read() -> tuple[str, str] | None:
         saved = run_folders.read_config(folder)
-        if saved is None or not open_store(checkpoints_location(folder, config)).steps():
+        if saved is None or saved.runtime.precision == "fp8":
+            return None
+        if not open_store(checkpoints_location(folder, config)).steps():
             return None
         return saved.runtime.precision, run_folders.read_device(folder)
 

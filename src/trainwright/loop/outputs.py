@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from trainwright.backends import waits_for_memory
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
@@ -77,11 +78,18 @@ _AUTOCAST_ERROR = re.compile(
 """What torch says of operations that autocast does not cast, or that the dtype of autocast does not support."""
 
 
-def explain_failure(error: LookupError | RuntimeError | TypeError, batch: Any, model: torch.nn.Module) -> None:
+def explain_failure(
+    error: AttributeError | LookupError | RuntimeError | TypeError, batch: Any, model: torch.nn.Module
+) -> None:
     """Raises a clear error for some of Python's and torch's; ignores others.
 
-    Missing keys of the batch, labels and ids out of range, dtypes, sharded parameters, operations without autocast.
+    Missing keys of the batch, labels and ids out of range, dtypes, sharded parameters, operations without autocast,
+    logits that a fused loss does not compute.
     """
+    if isinstance(error, AttributeError | TypeError) and "NoneType" in str(error):
+        _explain_no_logits(error, model)
+    if isinstance(error, AttributeError):
+        return
     if isinstance(error, KeyError):
         _reject_missing_key(error, batch)
     elif isinstance(error, IndexError):
@@ -97,6 +105,21 @@ def explain_failure(error: LookupError | RuntimeError | TypeError, batch: Any, m
             _explain_dtypes(error, batch, model)
         if _AUTOCAST_ERROR.search(str(error)):
             _explain_autocast(error, model)
+
+
+def _explain_no_logits(error: AttributeError | TypeError, model: torch.nn.Module) -> None:
+    """Raises with the setting if the model computes head and loss in one, which it does by default on a GPU."""
+    # The forward of a transformers model has the setting; as a mapping its outputs have None too.
+    wanted = getattr(model, "fused_loss", getattr(model.forward, "wanted", False))
+    if wanted is None:
+        wanted = any(waits_for_memory(parameter.device) for parameter in model.parameters())
+    if not (wanted and model.training and torch.is_grad_enabled()):
+        return
+    raise TrainwrightError(
+        f"{error}. While training, this model computes head and loss in one, and its logits are None. If this line "
+        "uses them, set model.fused_loss: false.",
+        where=user_location(error),
+    ) from error
 
 
 def _explain_autocast(error: RuntimeError | TypeError, model: torch.nn.Module) -> None:

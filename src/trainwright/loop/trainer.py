@@ -727,7 +727,7 @@ class Trainer:
                     reject_mismatch(type(self).forward, tuple(batch))
                 explain_failure(error, batch, self.model)
                 raise
-            except (LookupError, RuntimeError) as error:
+            except (AttributeError, LookupError, RuntimeError) as error:
                 explain_failure(error, batch, self.model)
                 raise
         while self._unchecked_metrics:

@@ -214,7 +214,7 @@ class FusedForward:
     def __init__(self, model: Any, *, wanted: bool | None = None) -> None:
         self.__signature__ = inspect.signature(model.forward)
         self._model = model
-        self._wanted = wanted
+        self.wanted = wanted
         self._loss_function = model.loss_function
         self._criterion = nn.CrossEntropyLoss()  # the same loss; torch 2.11 cannot compile its construction
         self._output = _output_without_logits()
@@ -245,7 +245,7 @@ class FusedForward:
         head = model.get_output_embeddings()
         is_usual = model.loss_function is self._loss_function and not kwargs.get("logits_to_keep")
         parameter = next(model.parameters())
-        return is_usual and fuses_loss(self._wanted, head, self._criterion, parameter, training=model.training)
+        return is_usual and fuses_loss(self.wanted, head, self._criterion, parameter, training=model.training)
 
 
 _OTHER_LOSSES = ("num_items_in_batch", "shift_labels", "return_dict")
