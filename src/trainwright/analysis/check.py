@@ -562,7 +562,7 @@ class MaskCheck:
         self._trainer = trainer
         self._case = case
         self.num_unmasked = 0
-        """Calls without a mask, or with causality alone."""
+        """The number of calls without a mask, or with `is_causal`."""
         self.num_masked = 0
 
     def __call__(

@@ -228,7 +228,7 @@ def _row_of(host: str, active: _Active) -> str:
 
 
 def _cost_of(row: str, active: _Active) -> str:
-    """Returns the cost of an interval of this row: that of its kernel where forward, backward or an update computes."""
+    """Returns the cost of an interval: that of its kernel in forward, backward and replays, otherwise its row."""
     if row not in ("forward", "backward", "replay"):
         return row
     return next((cost for cost in KERNEL_COSTS if active[row, cost] > 0), "other")

@@ -93,6 +93,6 @@ class BackwardSteps:
             gradients = [each.grad for each in parameters if each.grad is not None]
             self._norms += [norm.to(torch.float32) for norm in norms_of(gradients)]
             self._before_step(name)
-            step_unless(self._optimizers[name], self._skip)  # steps the parameters that have a gradient: these alone
+            step_unless(self._optimizers[name], self._skip)  # only these parameters have a gradient
             for parameter in parameters:
                 parameter.grad = None

@@ -158,7 +158,7 @@ class Mesh:
 
     @property
     def all_ranks(self) -> Any:
-        """The process group of all ranks: that of an axis that has all of them, else None, torch's default group.
+        """The process group of all ranks: that of an axis with all ranks, or None for torch's default group.
 
         Each group has buffers of its own on a GPU, and a CUDA graph should contain the collectives of few groups.
         """
