@@ -504,7 +504,7 @@ def _keep_precision(config: RunConfig, folder: Path, backend: Backend, ranks: Ra
     """Returns the config with the precision of the run in this folder instead of `auto`, if it has checkpoints.
 
     Raises if the device does not support that precision, because the run would continue with other numbers. fp8 is not
-    kept, because it belongs to `runtime.fp8`: a run in fp8 that resumes without both has changed settings and raises.
+    kept, because it belongs to `runtime.fp8`: resuming without both is a change of settings, which raises.
     """
     if config.runtime.precision != "auto":
         return config

@@ -268,7 +268,7 @@ def check_masters(tensors: Iterable[Tensor], master_weights: bool | str) -> None
         value = f": {STOCHASTIC}" if master_weights == STOCHASTIC else ""
         raise ConfigError(
             f"master_weights{value} has no effect: no trained weight has 16 bits. Use bf16 weights (model.dtype or "
-            "model.pretrained.dtype), or remove master_weights."
+            "model.pretrained.dtype), or remove master_weights. Adapters of model.lora are always in fp32."
         )
 
 
