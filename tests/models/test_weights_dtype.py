@@ -62,7 +62,7 @@ def test_weights_are_those_of_fp32_rounded(tmp_path, section):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_weights_in_16_bits_are_not_built_in_fp32_first(tmp_path, name):
     """8 billion weights would need 32 GB: at most one weight is in fp32 at a time."""
-    section = {"type": name, "vocab_size": 4000, "hidden_size": 128, "num_layers": 2, "num_heads": 4}
+    section = {"type": name, "vocab_size": 4000, "hidden_size": 128, "num_layers": 8, "num_heads": 4}
     with HeldBytes() as held:
         model = build(tmp_path, dtype="bf16", **section)
     weights = sum(each.numel() for each in model.parameters())

@@ -180,13 +180,16 @@ class DrawNarrow(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is torch.empty and kwargs.get("dtype") is None:
             return function(*args, **{**kwargs, "dtype": self._dtype})
-        tensor = args[0] if args else None
+        # The functions of torch.nn.init call a mode with keywords, before their `no_grad`.
+        tensor = args[0] if args else kwargs.get("tensor")
         is_draw = getattr(function, "__name__", "") in DRAWS
         if is_draw and isinstance(tensor, Tensor) and tensor.dtype == self._dtype and not tensor.is_meta:
             if self._buffer.numel() < tensor.numel():  # reused: the first access to new memory is slow
                 self._buffer = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
             wide = self._buffer[: tensor.numel()].view(tensor.shape)
-            return tensor.copy_(function(wide, *args[1:], **kwargs))
+            drawn = function(wide, *args[1:], **kwargs) if args else function(**{**kwargs, "tensor": wide})
+            with torch.no_grad():
+                return tensor.copy_(drawn)
         return function(*args, **kwargs)
 
 

@@ -8,6 +8,7 @@ Training lives in trainers/classification.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -95,11 +96,13 @@ class ViT(Model):
     def reset_parameters(self) -> None:
         """Initializes all weights; also called for a model created on the meta device."""
         spread = self.settings["initializer_range"]
-        nn.init.trunc_normal_(self.vit.cls_token, std=spread)
-        nn.init.trunc_normal_(self.vit.position_embeddings, std=spread)
+        # torch 2.11 divides by the deviation.
+        draw = partial(nn.init.trunc_normal_, std=spread) if spread else nn.init.zeros_
+        draw(self.vit.cls_token)
+        draw(self.vit.position_embeddings)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
-                nn.init.trunc_normal_(module.weight, std=spread)
+                draw(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.LayerNorm):
