@@ -61,7 +61,8 @@ class _SumOver(torch.autograd.Function):
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
-        return total
+        # A copy: compiled by torch 2.11, a result that a collective has written gets no gradient, silently.
+        return total.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
