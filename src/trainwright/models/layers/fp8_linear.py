@@ -1,6 +1,6 @@
 """Linear layers whose matrix products run in fp8, with scales computed from the values of each call.
 
-A layer with weight W [N, K] maps x [M, K] to y = x Wᵀ. Training needs two more products, for the gradients
+A layer with weight W [N, K] maps x [M, K] to y = x Wᵀ. Training needs the products of two gradients too,
 gx = g W and gW = gᵀ x. Weights and activations are e4m3, gradients e5m2; each tensor is divided by a scale so that its
 largest value is the largest of the format, and the product is multiplied by both scales.
 
