@@ -27,6 +27,7 @@ import json
 import os
 import platform
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -361,7 +362,8 @@ def main() -> None:
     options = parser.parse_args()
     output = options.output or Path(tempfile.mkdtemp(prefix="trainwright-gpu-"))
     output.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python benchmarks/gpu.py", *sys.argv[1:]])
+    named = {str(options.output): "DIR", str(options.nanochat): "NANOCHAT"}  # folders of one machine
+    command = shlex.join(["python", "benchmarks/gpu.py", *(named.get(word, word) for word in sys.argv[1:])])
     if options.merge:
         report = Report.merged(options.merge)
     else:

@@ -538,7 +538,8 @@ def main() -> None:
         send(report, event="end", ok=True, **train(job, report))
     except BaseException as error:
         traceback.print_exc()
-        send(report, event="end", ok=False, error=f"{type(error).__name__}: {error}"[:1500])
+        first_line = str(error).partition("\n")[0]
+        send(report, event="end", ok=False, error=f"{type(error).__name__}: {first_line}")
     sys.stderr.flush()
     os._exit(0)  # data loaders, compiler pools and captured graphs take long to shut down
 
