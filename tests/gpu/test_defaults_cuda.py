@@ -59,10 +59,13 @@ def test_tf32_holds_for_the_run_and_what_was_set_before_comes_back_without_a_war
 )
 def test_the_compiler_s_settings_give_the_losses_of_eager_mode(tmp_path, mode, setting):
     torch._dynamo.reset()
-    exact = "device: cuda, precision: fp32, tf32: false"
-    eager = build_trainer(load(tmp_path, "name=eager", f"runtime={{{exact}}}"))
+    exact, same = (
+        "device: cuda, precision: fp32, tf32: false",
+        "model.dropout=0",
+    )  # compiled dropout draws other numbers
+    eager = build_trainer(load(tmp_path, same, "name=eager", f"runtime={{{exact}}}"))
     eager.train()
-    compiled = build_trainer(load(tmp_path, f"name={mode}", f"runtime={{{exact}, mode: {mode}, {setting}}}"))
+    compiled = build_trainer(load(tmp_path, same, f"name={mode}", f"runtime={{{exact}, mode: {mode}, {setting}}}"))
     compiled.train()
     for one, other in zip(eager.model.parameters(), compiled.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -250,12 +251,14 @@ def test_steps_in_backward_hold_a_few_gradients_at_a_time(tmp_path):
     heads = "num_heads: 16, num_kv_heads: 16"
     sizes = f"model={{type: llama, preset: tiny, hidden_size: 2048, num_layers: 12, {heads}, dtype: bf16}}"
     for name, extra in {"plain": [], "early": [IN_BACKWARD]}.items():
+        gc.collect()  # trainers of earlier tests
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(DEVICE)
         trainer = build_trainer(config_of(tmp_path / name, sizes, "trainer.max_steps=4", *extra))
         torch.cuda.reset_peak_memory_stats(DEVICE)
         trainer.train()
-        peaks[name] = torch.cuda.max_memory_allocated(DEVICE)
+        peaks[name] = torch.cuda.max_memory_allocated(DEVICE) - before
         num_parameters = sum(each.numel() for each in trainer.model.parameters())
         del trainer
-        torch.cuda.empty_cache()
     # Gradients of 2 bytes per parameter, of which 256 MiB and those of one layer remain.
     assert peaks["plain"] - peaks["early"] > 2 * num_parameters - 2**28 - 2**28
