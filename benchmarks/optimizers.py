@@ -96,7 +96,10 @@ if importlib.util.find_spec("torchao") is not None:
 BYTES = {
     "torch AdamW, fused": 28,
     "AdamW": 28,
+    "AdamW, bf16 moments": 20,
     "AdamW, 8bit": 16,
+    "AdamW, bf16 weights, masters": 28,
+    "AdamW, bf16 weights, stochastic": 22,
     "AdamW, bf16 weights, 8bit, masters": 16,
     "AdamW, bf16 weights, 8bit, stochastic": 10,
 }

@@ -1,4 +1,4 @@
-"""Moments in 8 bits, stochastic rounding and steps in backward on a GPU: the kernel, CUDA graphs, resume, memory."""
+"""Moments in 8 bits, 16-bit weights and steps in backward on a GPU: the kernels, CUDA graphs, resume, memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.optim.test_eight_bit import ROUNDINGS, TORCHAO_ERRORS
 from tests.optim.test_low_memory_runs import FILE
 
 from trainwright import RunConfig, build_trainer
-from trainwright.optim import eight_bit
+from trainwright.optim import adamw, eight_bit
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.device_step import prepare_for_capture
 from trainwright.optim.lion import Lion
@@ -74,6 +74,63 @@ def test_the_kernel_computes_what_plain_torch_does(monkeypatch, dtype, master_we
                     assert distance.float().mean() < (0.01 if value.dtype == torch.int8 else 0.6), key
                 else:
                     torch.testing.assert_close(value, theirs[key], rtol=1e-5, atol=1e-6)
+
+
+LARGE = ((1024, 1100), (2**20 + 5,), (40, 256))
+"""Two parameters that are stepped by a kernel of their own, and a small one."""
+WIDE = {
+    "masters": (torch.bfloat16, {"master_weights": True}),
+    "fp16 masters": (torch.float16, {"master_weights": True}),
+    "stochastic": (torch.bfloat16, {"master_weights": "stochastic"}),
+    "bf16 moments": (torch.float32, {"state_dtype": "bf16"}),
+    "bf16 moments, masters": (torch.bfloat16, {"state_dtype": "bf16", "master_weights": True}),
+    "bf16 moments, stochastic": (torch.bfloat16, {"state_dtype": "bf16", "master_weights": "stochastic"}),
+}
+
+
+@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+@pytest.mark.parametrize("name", WIDE)
+def test_one_kernel_computes_what_passes_of_torch_do(monkeypatch, name, maximize):
+    dtype, settings = WIDE[name]
+    weights, others = on_device(dtype, LARGE), on_device(dtype, LARGE)
+    by_kernel, in_torch = (
+        AdamW(each, lr=0.01, weight_decay=0.1, maximize=maximize, **settings) for each in (weights, others)
+    )
+    for number, step in enumerate(gradients_for(weights, 3)):
+        # Both begin with the same weights and state, so that the differences of one step are seen.
+        with torch.no_grad():
+            for weight, other in zip(weights, others, strict=True):
+                other.copy_(weight)
+        if number:
+            in_torch.load_state_dict(copy.deepcopy(by_kernel.state_dict()))
+        drive(by_kernel, weights, [step])
+        with monkeypatch.context() as patch:
+            patch.setattr(adamw, "has_triton", lambda: False)
+            drive(in_torch, others, [step])
+        for weight, other in zip(weights, others, strict=True):
+            ours, theirs = by_kernel.state[weight], in_torch.state[other]
+            assert ours.keys() == theirs.keys()
+            for key, value in {"weight": weight.detach(), **ours}.items():
+                expected = other.detach() if key == "weight" else theirs[key]
+                assert value.dtype == expected.dtype
+                if value.dtype == torch.float32:
+                    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+                else:  # the last bit of fp32 may change the direction of a rounding
+                    torch.testing.assert_close(value, expected, rtol=2**-7, atol=1e-6)
+                    assert (value != expected).float().mean() < 0.02, key
+
+
+def test_a_skipped_step_by_one_kernel_changes_no_bit():
+    for dtype, settings in WIDE.values():
+        weights = on_device(dtype, LARGE)
+        optimizer = AdamW(weights, lr=0.01, **settings)
+        drive(optimizer, weights, gradients_for(weights, 1))
+        before, state = values(weights), copy.deepcopy(optimizer.state_dict()["state"])
+        optimizer.found_inf = torch.ones((), device=DEVICE)
+        drive(optimizer, weights, [[torch.full_like(weight, torch.nan) for weight in weights]])
+        assert all_equal(before, weights)
+        for number, kept in optimizer.state_dict()["state"].items():
+            assert all(torch.equal(kept[key], state[number][key]) for key in kept)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -141,6 +198,7 @@ RECORDED = {
         for name, (dtype, masters) in ROUNDINGS.items()
     },
     **{f"stochastic {name}": (torch.bfloat16, make_one) for name, make_one in STOCHASTIC.items()},
+    "masters": (torch.bfloat16, lambda weights: AdamW(weights, lr=0.01, master_weights=True)),
 }
 
 
@@ -149,7 +207,7 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_not(name):
     dtype, make_one = RECORDED[name]
     found = []
     for drive_with in (step_with_numbers, step_by_replay):
-        weights = on_device(dtype)
+        weights = on_device(dtype, (*SHAPES, LARGE[0]))
         optimizer = make_one(weights)
         assert prepare_for_capture(optimizer, DEVICE)
         start = values(weights)
@@ -164,7 +222,7 @@ def test_a_recorded_step_has_the_bits_of_one_that_is_not(name):
 @pytest.mark.parametrize("name", RECORDED)
 def test_no_step_waits_for_the_device(name):
     dtype, make_one = RECORDED[name]
-    weights = on_device(dtype)
+    weights = on_device(dtype, (*SHAPES, LARGE[0]))
     optimizer = make_one(weights)
     drive(optimizer, weights, gradients_for(weights, 1))
     optimizer.found_inf = torch.zeros((), device=DEVICE)
@@ -175,13 +233,22 @@ def test_no_step_waits_for_the_device(name):
         torch.cuda.set_sync_debug_mode(0)
 
 
-def test_a_step_needs_no_memory_in_addition_to_its_state():
+@pytest.mark.parametrize(
+    ("settings", "bytes_per_weight"),
+    [
+        ({"state": "8bit", "master_weights": "stochastic"}, 2.05),
+        ({"master_weights": "stochastic"}, 8.01),
+        ({"master_weights": True}, 12.01),
+    ],
+    ids=str,
+)
+def test_a_step_needs_no_memory_in_addition_to_its_state(settings, bytes_per_weight):
     weight = torch.nn.Parameter(torch.zeros(2**15, 2**13, dtype=torch.bfloat16, device=DEVICE))
-    optimizer = AdamW([weight], state="8bit", master_weights="stochastic")
+    optimizer = AdamW([weight], **settings)
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     state = sum(each.numel() * each.element_size() for each in optimizer.state[weight].values())
-    assert state < 2.05 * weight.numel()
+    assert state < bytes_per_weight * weight.numel()
     torch.cuda.reset_peak_memory_stats(DEVICE)
     before = torch.cuda.memory_allocated(DEVICE)
     optimizer.step()

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainwright.backends import has_fused_optimizers
+from trainwright.backends import has_fused_optimizers, waits_for_memory
+from trainwright.backends.private_torch import has_triton
 from trainwright.errors import ConfigError
 from trainwright.models.layers.settings import keywords_of
 from trainwright.optim.device_step import (
@@ -35,6 +36,8 @@ from trainwright.optim.eight_bit import (
     FIRST,
     MIN_ELEMENTS,
     MIN_ROW,
+    SECOND,
+    StepNumbers,
     decode_state,
     encode_state,
     has_codes,
@@ -58,6 +61,8 @@ OWN_DEFAULTS: Mapping[str, Any] = {
 """The settings that torch's AdamW does not have."""
 WHOLE_SETTINGS = ("state", "state_dtype", "master_weights")
 """The settings of the whole optimizer, which a group cannot change."""
+MIN_KERNEL_ELEMENTS = 2**20
+"""Smaller parameters are stepped together by torch's kernel: a launch for each would take the host longer."""
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # torch wraps a class's step() in profiling and hooks when its first object is created. Calling super().step() would
@@ -284,19 +289,25 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
             if has_8bit and is_quantized(parameter):
                 state.update(zero_codes(parameter))
             else:
-                state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+                state[FIRST] = torch.zeros_like(parameter, dtype=dtype)
+                state[SECOND] = torch.zeros_like(parameter, dtype=dtype)
     found_inf, grad_scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     is_stochastic = group["master_weights"] == STOCHASTIC
     weights = masters_of(optimizer, parameters) if group["master_weights"] is True else parameters
     pairs = list(zip(parameters, weights, strict=True))
-    if has_8bit:
-        coded = [pair for pair in pairs if has_codes(optimizer.state[pair[0]])]
-        pairs = [pair for pair in pairs if not has_codes(optimizer.state[pair[0]])]
-        states = [optimizer.state[parameter] for parameter, _ in coded]
-        if coded:
-            numbers = step_numbers([state["step"] for state in states], group, grad_scale, found_inf)
-            step_quantized(coded, states, numbers, is_stochastic=is_stochastic)
+    alone = [pair for pair in pairs if has_codes(optimizer.state[pair[0]]) or _has_kernel(*pair)]
+    if alone:
+        numbers = step_numbers(
+            [optimizer.state[parameter]["step"] for parameter, _ in alone], group, grad_scale, found_inf
+        )
+        for row, (parameter, weight) in enumerate(alone):
+            state = optimizer.state[parameter]
+            step_one = step_quantized if has_codes(state) else _step_large
+            step_one(parameter, weight, state, numbers, row, is_stochastic=is_stochastic)
+        done = {id(parameter) for parameter, _ in alone}
+        pairs = [pair for pair in pairs if id(pair[0]) not in done]
+    if not pairs:
+        return
     chunks = [chunk for parameter, weight in pairs for chunk in _split(parameter, weight, optimizer.state[parameter])]
     if is_stochastic:  # only bf16 weights are rounded, so they need a separate buffer
         chunks.sort(key=lambda chunk: chunk.weight.dtype == torch.bfloat16)
@@ -305,6 +316,30 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
     for alike in (chunks[:num_wide], chunks[num_wide:]):
         for some in in_chunks([chunk.parameter for chunk in alike]):
             _step_chunks(alike[some], group, salt, grad_scale, found_inf)
+
+
+def _has_kernel(parameter: Any, weight: Any) -> bool:
+    """Returns True if one kernel steps this parameter: a large one on a GPU, with weights or moments in 16 bits."""
+    own, stepped = local(parameter), local(weight)
+    return (
+        own.numel() >= MIN_KERNEL_ELEMENTS
+        and own.is_contiguous()
+        and stepped.is_contiguous()
+        and waits_for_memory(own.device)
+        and has_triton()
+    )
+
+
+def _step_large(
+    parameter: Any, weight: Any, state: Mapping[str, Tensor], numbers: StepNumbers, row: int, *, is_stochastic: bool
+) -> None:
+    """Runs the step of a parameter by one kernel; `weight` is the parameter or its master."""
+    from trainwright.optim import adamw_kernels  # needs Triton
+
+    gradient, moments = own_gradient(parameter), [local(state[key]) for key in (FIRST, SECOND)]
+    assert gradient is not None  # parameters without one are left out
+    master = None if weight is parameter else local(weight)
+    adamw_kernels.step_whole(local(parameter), master, gradient, moments, numbers, row, is_stochastic=is_stochastic)
 
 
 def _split(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> Iterator[_Chunk]:

@@ -9,7 +9,7 @@ The powers give small elements of a block relatively more codes. The second mome
 far less than the distance of two codes: rounded to nearest, it would not change at all. A positive second moment is
 never rounded to 0, which would make the next update very large.
 
-Blocks do not depend on how dim 0 is sharded, so a checkpoint fits any number of ranks. On a GPU eight_bit_kernel.py
+Blocks do not depend on how dim 0 is sharded, so a checkpoint fits any number of ranks. On a GPU adamw_kernels.py
 computes the same in one pass.
 """
 
@@ -172,27 +172,26 @@ def step_numbers(
 
 
 def step_quantized(
-    pairs: Sequence[tuple[Any, Any]], states: Sequence[Mapping[str, Any]], numbers: StepNumbers, *, is_stochastic: bool
+    parameter: Any, weight: Any, state: Mapping[str, Tensor], numbers: StepNumbers, row: int, *, is_stochastic: bool
 ) -> None:
-    """Runs one AdamW step of parameters whose state has codes.
+    """Runs one AdamW step of a parameter whose state has codes.
 
-    `pairs` are the parameters, each with the tensor that is stepped: itself, or its fp32 master, from which it is
-    rounded.
+    `weight` is the tensor that is stepped: the parameter itself, or its fp32 master, from which it is rounded. `row` is
+    the parameter's row in `numbers`.
     """
-    for row, ((parameter, master), state) in enumerate(zip(pairs, states, strict=True)):
-        own, gradient = local(parameter), own_gradient(parameter)
-        assert gradient is not None  # parameters without one are left out
-        if not own.numel():
-            continue  # this rank has no rows
-        stepped = None if master is parameter else local(master)
-        moments = [local(state[key]) for key in (FIRST, SCALES[FIRST], SECOND, SCALES[SECOND])]
-        has_kernel = waits_for_memory(own.device) and has_triton() and own.is_contiguous()
-        if has_kernel and (stepped is None or stepped.is_contiguous()):
-            from trainwright.optim.eight_bit_kernel import step_by_kernel  # needs Triton
+    own, gradient = local(parameter), own_gradient(parameter)
+    assert gradient is not None  # parameters without one are left out
+    if not own.numel():
+        return  # this rank has no rows
+    master = None if weight is parameter else local(weight)
+    moments = [local(state[key]) for key in (FIRST, SCALES[FIRST], SECOND, SCALES[SECOND])]
+    has_kernel = waits_for_memory(own.device) and has_triton() and own.is_contiguous()
+    if has_kernel and (master is None or master.is_contiguous()):
+        from trainwright.optim import adamw_kernels  # needs Triton
 
-            step_by_kernel(own, stepped, gradient, moments, numbers, row, is_stochastic=is_stochastic)
-        else:
-            _step_in_torch(own, stepped, gradient, moments, numbers, row, is_stochastic=is_stochastic)
+        adamw_kernels.step_quantized(own, master, gradient, moments, numbers, row, is_stochastic=is_stochastic)
+    else:
+        _step_in_torch(own, master, gradient, moments, numbers, row, is_stochastic=is_stochastic)
 
 
 def _step_in_torch(
