@@ -33,10 +33,7 @@ class LoRALinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps [..., in] to [..., out]."""
-        output = self.base(input)
-        adapter_input = self.drop(input).to(self.lora_a.dtype)
-        added = F.linear(F.linear(adapter_input, self.lora_a), self.lora_b) * (self.lora_alpha / self.lora_rank)
-        return output + added.to(output.dtype)
+        return add_adapters(self.drop(input), [self], [self.base(input)])[0]
 
     def base(self, input: Tensor) -> Tensor:
         """Returns the output without the adapter."""
@@ -60,6 +57,20 @@ class LoRALinear(nn.Linear):
     def extra_repr(self) -> str:
         """Adds the adapter's settings to what torch prints."""
         return f"{super().extra_repr()}, rank={self.lora_rank}, alpha={self.lora_alpha}, dropout={self.lora_dropout}"
+
+
+def add_adapters(input: Tensor, layers: Sequence[LoRALinear], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the outputs of layers with the same input, each with its adapter's product added.
+
+    The input is multiplied with the first matrices of all adapters at once: it is read once, and so is its gradient.
+    """
+    first = layers[0].lora_a if len(layers) == 1 else torch.cat([layer.lora_a for layer in layers])
+    inner = F.linear(input.to(first.dtype), first).split_with_sizes([layer.lora_rank for layer in layers], dim=-1)
+    added = (
+        F.linear(part, layer.lora_b) * (layer.lora_alpha / layer.lora_rank)
+        for part, layer in zip(inner, layers, strict=True)
+    )
+    return [output + each.to(output.dtype) for output, each in zip(outputs, added, strict=True)]
 
 
 def add_lora(

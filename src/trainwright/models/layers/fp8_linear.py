@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.backends.backend import scales_rows
-from trainwright.models.lora import LoRALinear
+from trainwright.models.lora import LoRALinear, add_adapters
 
 Recipe = Literal["tensorwise", "rowwise"]
 
@@ -69,10 +69,20 @@ class Fp8LoRALinear(LoRALinear):
 def linears(input: Tensor, *layers: nn.Module) -> list[Tensor]:
     """Returns the outputs of layers that read the same input.
 
-    Layers in fp8 are computed as one product: the input is cast once, and the product also adds up its gradients.
+    Layers in fp8 are computed as one product: the input is cast once, and the product also adds up its gradients. So
+    are the first matrices of adapters without dropout.
     """
-    if all(type(layer) is Fp8Linear and _computes_in_fp8(layer, input) and not _is_hooked(layer) for layer in layers):
-        return _fp8_linears(input, layers)
+    alike: list[Any] = list(layers)
+    kind = type(alike[0])
+    if any(type(layer) is not kind or _is_hooked(layer) for layer in alike):
+        return [layer(input) for layer in layers]
+    is_fp8 = kind in (Fp8Linear, Fp8LoRALinear) and all(_computes_in_fp8(layer, input) for layer in layers)
+    if kind is Fp8Linear and is_fp8:
+        return _fp8_linears(input, alike)
+    # Each layer with dropout has a mask of its own.
+    if kind in (LoRALinear, Fp8LoRALinear) and not any(layer.training and layer.lora_dropout for layer in alike):
+        outputs = _fp8_linears(input, alike) if is_fp8 else [layer.base(input) for layer in alike]
+        return add_adapters(input, alike, outputs)
     return [layer(input) for layer in layers]
 
 
