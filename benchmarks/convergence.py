@@ -1,11 +1,12 @@
 """Validation loss of a 124M model trained in fp8 and in bf16 on the standard library's sources.
 
-    python benchmarks/convergence.py --output FOLDER [--noise]
+    python benchmarks/convergence.py --output FOLDER [--noise] [--optimizers]
     python benchmarks/convergence.py --dry-run          # tiny, on the CPU
 
 The text is every .py file of this interpreter's standard library; every twentieth file is for validation. A byte-level
 BPE is trained on the rest. GPT-2 small is then trained from the same seed on the same rows, once per precision; the
-runs share the GPU, because only their losses count. --noise adds a run in bf16 from another seed. The results are
+runs share the GPU, because only their losses count. --noise adds a run in bf16 from another seed, --optimizers adds
+runs with weights in bf16: with fp32 masters, and with 8-bit moments and stochastic rounding. The results are
 convergence.json, which `gpu.py --merge` includes in its report, and convergence.md.
 """
 
@@ -23,9 +24,27 @@ from typing import Any
 
 import torch
 from data_rounds import table
+from gpu_cases import TINY_FP8, Settings, merge
 from torch.utils.data import Dataset
 
 BATCH, LENGTH, VOCABULARY, STEPS, EVAL_ROWS = 8, 1024, 50257, 1000, 256
+RUNS: dict[str, tuple[int, Settings]] = {
+    "bf16": (0, {"runtime": {"precision": "bf16"}}),
+    "fp8": (0, {"runtime": {"precision": "fp8"}}),
+}
+NOISE: dict[str, tuple[int, Settings]] = {"bf16, another seed": (1, {"runtime": {"precision": "bf16"}})}
+OPTIMIZERS: dict[str, tuple[int, Settings]] = {
+    f"{precision}, {name}": (
+        0,
+        {"runtime": {"precision": precision}, "model": {"dtype": "bf16"}, "trainer": {"optimizer": optimizer}},
+    )
+    for precision in ("bf16", "fp8")
+    for name, optimizer in {
+        "weights in bf16 with fp32 masters": {"master_weights": True},
+        "weights in bf16, stochastic rounding, 8-bit moments": {"state": "8bit", "master_weights": "stochastic"},
+    }.items()
+}
+"""A seed and settings for each run."""
 TINY = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
 SMALL = {"hidden_size": 768, "num_layers": 12, "num_heads": 12}
 
@@ -67,11 +86,14 @@ def prepare_tokens(file: Path, *, is_dry: bool) -> dict[str, int]:
     return {name: len(ids) for name, ids in tokens.items()}
 
 
-def train(precision: str, seed: int, tokens_file: Path, result: Path, *, is_dry: bool) -> None:
+def train(name: str, tokens_file: Path, result: Path, *, is_dry: bool) -> None:
     """Trains one model and writes its losses."""
     from trainwright import RunConfig, build_trainer
     from trainwright.trainers.language_model import LanguageModelTrainer
 
+    seed, more = {**RUNS, **NOISE, **OPTIMIZERS}[name]
+    if is_dry and more["runtime"]["precision"] == "fp8":
+        more = merge(more, {"runtime": {"fp8": TINY_FP8}})
     batch, length, steps = (4, 64, 30) if is_dry else (BATCH, LENGTH, STEPS)
     tokens = torch.load(tokens_file, weights_only=True)
 
@@ -108,11 +130,11 @@ def train(precision: str, seed: int, tokens_file: Path, result: Path, *, is_dry:
             },
             "evaluation": {"every_steps": steps // 5},
             "checkpoint": {"every_steps": None},
-            "runtime": {"device": "cpu" if is_dry else "cuda", "precision": precision, "mode": "graph"},
+            "runtime": {"device": "cpu" if is_dry else "cuda", "mode": "graph"},
             "writers": ["json"],
             "log": {"every_steps": 10},
         }
-        build_trainer(RunConfig.from_dict(settings), Ours).train()
+        build_trainer(RunConfig.from_dict(merge(settings, more)), Ours).train()
         lines = (Path(folder) / "convergence" / "metrics.json").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     losses = {
@@ -135,12 +157,10 @@ def compare(found: dict[str, Any], counts: dict[str, int], command: str) -> dict
             table(["", *(str(step) for step in steps)], rows),
         ]
     )
+    for name, loss in last.items():
+        if name != "bf16":
+            text += f"\n\n{name}: {100 * (loss / last['bf16'] - 1):+.2f} % from bf16 at the end."
     difference = last["fp8"] / last["bf16"] - 1 if "fp8" in last else None
-    if difference is not None:
-        text += f"\n\nfp8 ends {100 * difference:+.2f} % from bf16."
-    if "bf16, another seed" in last:
-        noise = last["bf16, another seed"] / last["bf16"] - 1
-        text += f"\n\nbf16 from another seed ends {100 * noise:+.2f} % from bf16."
     return {"losses": found, "relative_difference": difference, "text": text}
 
 
@@ -148,24 +168,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a folder for convergence.json and convergence.md")
     parser.add_argument("--noise", action="store_true", help="also train in bf16 from another seed")
+    parser.add_argument("--optimizers", action="store_true", help="also train with weights in bf16")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
-    parser.add_argument("--train", nargs=4, metavar=("PRECISION", "SEED", "TOKENS", "RESULT"), help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs=3, metavar=("NAME", "TOKENS", "RESULT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        precision, seed, tokens, result = options.train
-        train(precision, int(seed), Path(tokens), Path(result), is_dry=options.dry_run)
+        name, tokens, result = options.train
+        train(name, Path(tokens), Path(result), is_dry=options.dry_run)
         return
     output = options.output or Path(tempfile.mkdtemp(prefix="trainwright-convergence-"))
     output.mkdir(parents=True, exist_ok=True)
-    runs = {"bf16": ("bf16", 0), "fp8": ("fp8", 0)} | ({"bf16, another seed": ("bf16", 1)} if options.noise else {})
+    runs = RUNS | (NOISE if options.noise else {}) | (OPTIMIZERS if options.optimizers else {})
     with tempfile.TemporaryDirectory() as scratch, (output / "convergence.log").open("w", encoding="utf-8") as log:
         tokens_file = Path(scratch) / "tokens.pt"
         counts = prepare_tokens(tokens_file, is_dry=options.dry_run)
         print(f"{counts['train']:,} tokens to train on, {counts['valid']:,} for validation", flush=True)
         processes, results = {}, {}
-        for number, (name, (precision, seed)) in enumerate(runs.items()):
+        for number, name in enumerate(runs):
             results[name] = Path(scratch) / f"{number}.json"
-            arguments = ["--train", precision, str(seed), str(tokens_file), str(results[name])]
+            arguments = ["--train", name, str(tokens_file), str(results[name])]
             command = [sys.executable, __file__, *arguments, *(["--dry-run"] if options.dry_run else [])]
             processes[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         for name, process in processes.items():
@@ -174,7 +195,8 @@ def main() -> None:
         found = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in results.items() if file.exists()}
     if "bf16" not in found:
         sys.exit(1)
-    compared = compare(found, counts, " ".join(["python benchmarks/convergence.py", *sys.argv[1:]]))
+    words = ["DIR" if word == str(options.output) else word for word in sys.argv[1:]]  # not the folder of one machine
+    compared = compare(found, counts, " ".join(["python benchmarks/convergence.py", *words]))
     (output / "convergence.json").write_text(json.dumps(compared, indent=2) + "\n", encoding="utf-8")
     (output / "convergence.md").write_text(f"# Convergence of fp8\n\n{compared['text']}\n", encoding="utf-8")
     print(compared["text"])

@@ -39,6 +39,7 @@ from gpu_cases import (
     TINY_FP8,
     WEIGHT_DECAY,
     Case,
+    merge,
     shrink,
 )
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
@@ -366,15 +367,6 @@ def train_ours(bench: Bench, trainer_class: Any, settings: dict[str, Any]) -> to
         with contextlib.suppress(EnoughStepsError):
             trainer.train()
         return trainer.model
-
-
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Returns nested settings with those of `above` in place of or next to those of `below`."""
-    merged = dict(below)
-    for key, value in above.items():
-        old = below.get(key)
-        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
 
 
 def nanochat_model(bench: Bench) -> Any:
