@@ -33,6 +33,7 @@ from trainwright.compile.guards import (
     reject_change,
 )
 from trainwright.config import RunConfig
+from trainwright.data.order import mix_seed
 from trainwright.errors import ConfigError, HostReadError, TrainwrightError
 from trainwright.events import EventStorage, Mean
 from trainwright.optim.device_step import (
@@ -492,9 +493,10 @@ def _take_apart(batch: Any, num_samples: int) -> tuple[list[Tensor], _Signature 
 def number_of(signature: Hashable, *, salt: int) -> int:
     """Returns 48 bits for the signature of a rank's batch, whose sum over thousands of ranks has fewer than 64 bits.
 
-    Each rank has its own `salt`: if two ranks exchange their shapes, the sum changes for all ranks.
+    Each rank has its own `salt`: if two ranks exchange their shapes, the sum changes for all ranks. Python's hash of a
+    tuple is nearly linear: of a tuple with the salt every third exchange would leave the sum as it is.
     """
-    return hash((salt, signature)) & (2**48 - 1)
+    return mix_seed(salt, hash(signature)) & (2**48 - 1)
 
 
 def _identities(inputs: list[Tensor]) -> tuple[int, ...] | None:
