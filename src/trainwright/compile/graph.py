@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -274,10 +275,11 @@ class GraphStep:
 
         Compares only after code other than ours has run, because a comparison takes some microseconds.
         """
-        now = (self._num_eager_runs, *self._read_progress()[1:])
-        if not self._compares_always and graph.compared_at == now:
-            return []
-        graph.compared_at = now
+        if not self._compares_always:
+            now = (self._num_eager_runs, *self._read_progress()[1:])
+            if graph.compared_at == now:
+                return []
+            graph.compared_at = now
         return graph.fingerprint.changes()
 
     def _drop(self, changes: list[Change]) -> None:
@@ -541,9 +543,8 @@ def _reader(value: Any, tensors: list[Tensor]) -> Fill:
                 f"{list(value.shape)}), which a replay cannot copy. Use its full value, value.full_tensor(), or mode "
                 "compile."
             )
-        index = len(tensors)
         tensors.append(value.detach())
-        return lambda given: given[index]
+        return itemgetter(len(tensors) - 1)
     if isinstance(value, Mean):
         total, count = _reader(value.total, tensors), _reader(value.count, tensors)
         return lambda given: Mean(total(given), count(given))
