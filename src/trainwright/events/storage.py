@@ -386,7 +386,8 @@ class EventStorage:
     def _set_shards_aside(self) -> None:
         """Moves pending records with DTensors to `_sharded`; of replicated ones this rank has the value."""
         self.file_traced()
-        if not any(is_dtensor(value) or is_dtensor(weight) for _, _, value, weight, _ in self._pending):
+        values = [each for _, _, value, weight, _ in self._pending for each in (value, weight)]
+        if not any(map(is_dtensor, [each for each in values if isinstance(each, torch.Tensor)])):
             return
         pending, self._pending = self._pending, []
         for name, step, value, weight, kind in pending:
@@ -483,7 +484,9 @@ class EventStorage:
         self._traced_media = {}
 
     def _remember(self, name: str, step: int, value: Any) -> None:
-        values = self._histories.setdefault(name, deque(maxlen=HISTORY_LENGTH))
+        values = self._histories.get(name)
+        if values is None:
+            values = self._histories[name] = deque(maxlen=HISTORY_LENGTH)
         if values and values[-1][0] == step:
             values.pop()
         values.append((step, value))
