@@ -9,7 +9,7 @@ from tests.messages import mentions
 from torch import nn
 
 from trainwright.backends.backend import Backend, run_guarded
-from trainwright.backends.cuda import warn_of_constants
+from trainwright.backends.cuda import copy_packed, pack_scalars, warn_of_constants
 from trainwright.errors import HostReadError
 
 
@@ -94,3 +94,26 @@ def test_outputs_of_a_graph_on_another_device_are_warned_of(caplog):
     assert caplog.text == ""
     warn_of_constants([torch.ones(1)], torch.device("cuda", 0))
     assert mentions(caplog.text, "0", "graph")
+
+
+def test_outputs_that_are_packed_are_copied_in_their_order():
+    outputs = [
+        torch.tensor(1.5),
+        torch.arange(3),
+        torch.tensor(2),
+        torch.tensor(2.5),
+        torch.tensor(True),
+        torch.ones(1),
+    ]
+    packed = pack_scalars(outputs)
+    assert [indices for _, indices in packed] == [[0, 3], [1], [2], [4], [5]]
+    copies = copy_packed(packed)
+    for copy, output in zip(copies, outputs, strict=True):
+        assert copy.dtype == output.dtype
+        assert copy.shape == output.shape
+        assert torch.equal(copy, output)
+    for tensor, _ in packed:
+        tensor.zero_()
+    assert copies[1].tolist() == [0, 1, 2]
+    assert [float(copies[0]), float(copies[3])] == [1.5, 2.5]
+    assert copy_packed(pack_scalars([])) == []

@@ -182,6 +182,107 @@ def test_a_fingerprint_names_what_changed_and_takes_equal_values_for_the_same(tm
     assert [each.name for each in fingerprint.changes()] == ["trainer.mood", "layers.0.bias.requires_grad"]
 
 
+class Gain:
+    """Equal to every other gain: only its identity shows that a step would read other attributes."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return isinstance(other, Gain)
+
+    __hash__ = None
+
+
+class Guarded(Net):
+    scales: ClassVar[dict[str, float]] = {"loss": 1.0}
+
+    def __init__(self):
+        super().__init__()
+        self.limits, self.names, self.kinds = [1, 2], {"x": 1}, {"a"}
+        self.alpha, self.is_fast, self.gain = 1, True, Gain(1.0)
+        self.unset, self.empty = None, {}
+        self.register_buffer("scalar", torch.ones(()))
+
+
+def _replace_tensor(table, key):
+    table[key] = table[key].detach().clone()
+
+
+def _add_group(trainer, model):
+    trainer.optimizers["main"].add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+CHANGES = {
+    "Guarded.alpha": lambda trainer, model: setattr(model, "alpha", 1.0),  # an equal number of another type
+    "Guarded.is_fast": lambda trainer, model: setattr(model, "is_fast", 1),
+    "Guarded.gain": lambda trainer, model: setattr(model, "gain", Gain(2.0)),
+    "Guarded.gain.value": lambda trainer, model: setattr(model.gain, "value", 2.0),
+    "Guarded.gain.added": lambda trainer, model: setattr(model.gain, "added", 2.0),
+    "Guarded.limits[1]": lambda trainer, model: model.limits.__setitem__(1, 3),
+    "Guarded.limits[2]": lambda trainer, model: model.limits.append(2),
+    "Guarded.names.x": lambda trainer, model: model.names.update(x=2),
+    "Guarded.names.y": lambda trainer, model: model.names.update(y=1),
+    "Guarded.kinds[1]": lambda trainer, model: model.kinds.add("b"),
+    "Guarded.empty.x": lambda trainer, model: model.empty.update(x=1),
+    "Guarded.unset": lambda trainer, model: setattr(model, "unset", 1),
+    "Guarded.added": lambda trainer, model: setattr(model, "added", None),
+    "Guarded.scalar": lambda trainer, model: _replace_tensor(model._buffers, "scalar"),
+    "Guarded._forward_hooks[": lambda trainer, model: model.register_forward_hook(lambda *_: None),
+    "layers.0._forward_pre_hooks[": lambda trainer, model: model.layers[0].register_forward_pre_hook(lambda *_: None),
+    "layers._modules.0": lambda trainer, model: model.layers.__setitem__(0, copy.deepcopy(model.layers[0])),
+    "layers.0._buffers": lambda trainer, model: setattr(model.layers[0], "_buffers", {"x": None}),
+    "layers.3.training": lambda trainer, model: model.layers[3].eval(),
+    "layers.0.weight.requires_grad": lambda trainer, model: model.layers[0].weight.requires_grad_(False),
+    "layers.0.weight.data": lambda trainer, model: setattr(model.layers[0].weight, "data", torch.ones(8, 6)),
+    "class Guarded.scales.loss": lambda trainer, model: model.scales.update(loss=2.0),
+    "trainer.model": lambda trainer, model: setattr(trainer, "model", copy.copy(model)),
+    "trainer.task": lambda trainer, model: setattr(trainer, "task", Task()),
+    "trainer.mood": lambda trainer, model: setattr(trainer, "mood", None),
+    "trainer.kept": lambda trainer, model: delattr(trainer, "kept"),
+    "trainer.max_grad_norm": lambda trainer, model: setattr(trainer.context.updater, "max_grad_norm", 0.1),
+    "optimizer main.param_groups[0]['weight_decay']": lambda trainer, model: _groups(trainer)[0].update(weight_decay=1),
+    "optimizer main.param_groups[0]['amsgrad']": lambda trainer, model: _groups(trainer)[0].update(amsgrad=0),
+    "optimizer main.param_groups[1]['params']": _add_group,
+    "optimizer main.state[0]['step']": lambda trainer, model: trainer.optimizers["main"].state.clear(),
+    "optimizer main.state[0]['exp_avg']": lambda trainer, model: _replace_tensor(
+        next(iter(trainer.optimizers["main"].state.values())), "exp_avg"
+    ),
+    "optimizer main's step hooks": lambda trainer, model: trainer.optimizers["main"].register_step_pre_hook(print),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_change_of_a_guarded_value_is_seen(tmp_path, monkeypatch, name):
+    class Own(Base):
+        @classmethod
+        def build_model(cls, build):
+            return Guarded()
+
+        def post_init(self):
+            self.kept = "here"
+
+    monkeypatch.setattr(Guarded, "scales", {"loss": 1.0})
+    trainer = train(tmp_path, "graph", Own, trainer={"max_steps": 3, "micro_batch_size": 16})
+    graph = trainer._make_graph_step()
+    graph._prepare_optimizers()
+    fingerprint = Fingerprint(graph._guarded)
+    assert fingerprint._is_unchanged()
+    assert fingerprint.changes() == []
+    CHANGES[name](trainer, trainer.model)
+    assert any(each.name.startswith(name) for each in fingerprint.changes())
+
+
+def test_what_is_put_into_an_equal_container_that_replaced_another_is_seen(tmp_path):
+    trainer = build_trainer(config_of(tmp_path, "graph"), Base)
+    trainer.model.limits, trainer.model.empty = [1, 2], {}
+    fingerprint = Fingerprint(trainer._make_graph_step()._guarded)
+    trainer.model.limits, trainer.model.empty = [1, 2], {}
+    assert fingerprint.changes() == []
+    trainer.model.limits[0], trainer.model.empty["x"] = 2, 1
+    assert {each.name for each in fingerprint.changes()} == {"Net.limits[0]", "Net.empty.x"}
+
+
 class Counting(Base):
     count = 0
 

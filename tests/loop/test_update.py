@@ -234,6 +234,37 @@ def test_each_group_follows_the_schedule_from_its_own_rate():
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.005]
 
 
+def test_a_rate_is_written_where_it_differs_from_the_schedules():
+    w = weight()
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    optimizer = torch.optim.AdamW([w], lr=rate, foreach=False)
+    scheduled = ScheduledOptimizer(optimizer, lambda step, max_steps: 1.0 if step < 6 else 0.5)
+    versions = []
+    for step in range(8):
+        if step == 2:
+            rate.fill_(7.0)
+        if step == 4:
+            rate = optimizer.param_groups[0]["lr"] = torch.tensor(7.0, dtype=torch.float64)
+        assert scheduled.set_rate(step, 8) == (0.1 if step < 6 else 0.05)
+        assert float(rate) == (0.1 if step < 6 else 0.05)
+        versions.append(rate._version)
+    assert versions == [1, 1, 3, 3, 1, 1, 2, 2]
+    scheduled.forget_written()
+    rate.data.fill_(7.0)  # loaded: without a trace
+    assert scheduled.set_rate(8, 8) == float(rate) == 0.05
+
+
+def test_a_group_that_is_added_during_a_constant_schedule_gets_its_rate():
+    first, second = weight(1.0), weight(1.0)
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    scheduled = ScheduledOptimizer(optimizer, lambda step, max_steps: 0.5)
+    assert scheduled.set_rate(0, 10) == 0.05
+    optimizer.add_param_group({"params": [second], "lr": 0.2})
+    scheduled.read_groups()
+    assert scheduled.set_rate(1, 10) == 0.05
+    assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.1]
+
+
 @pytest.mark.parametrize("limit", [None, 1.0])
 def test_gradients_are_repaired_before_they_are_measured_and_clipped(limit):
     w = weight()

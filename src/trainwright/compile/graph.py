@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ from trainwright.compile.guards import (
     reject_change,
 )
 from trainwright.config import RunConfig
+from trainwright.data.order import mix_seed
 from trainwright.errors import ConfigError, HostReadError, TrainwrightError
 from trainwright.events import EventStorage, Mean
 from trainwright.optim.device_step import (
@@ -273,10 +275,11 @@ class GraphStep:
 
         Compares only after code other than ours has run, because a comparison takes some microseconds.
         """
-        now = (self._num_eager_runs, *self._read_progress()[1:])
-        if not self._compares_always and graph.compared_at == now:
-            return []
-        graph.compared_at = now
+        if not self._compares_always:
+            now = (self._num_eager_runs, *self._read_progress()[1:])
+            if graph.compared_at == now:
+                return []
+            graph.compared_at = now
         return graph.fingerprint.changes()
 
     def _drop(self, changes: list[Change]) -> None:
@@ -492,9 +495,10 @@ def _take_apart(batch: Any, num_samples: int) -> tuple[list[Tensor], _Signature 
 def number_of(signature: Hashable, *, salt: int) -> int:
     """Returns 48 bits for the signature of a rank's batch, whose sum over thousands of ranks has fewer than 64 bits.
 
-    Each rank has its own `salt`: if two ranks exchange their shapes, the sum changes for all ranks.
+    Each rank has its own `salt`: if two ranks exchange their shapes, the sum changes for all ranks. Python's hash of a
+    tuple is nearly linear: of a tuple with the salt every third exchange would leave the sum as it is.
     """
-    return hash((salt, signature)) & (2**48 - 1)
+    return mix_seed(salt, hash(signature)) & (2**48 - 1)
 
 
 def _identities(inputs: list[Tensor]) -> tuple[int, ...] | None:
@@ -539,9 +543,8 @@ def _reader(value: Any, tensors: list[Tensor]) -> Fill:
                 f"{list(value.shape)}), which a replay cannot copy. Use its full value, value.full_tensor(), or mode "
                 "compile."
             )
-        index = len(tensors)
         tensors.append(value.detach())
-        return lambda given: given[index]
+        return itemgetter(len(tensors) - 1)
     if isinstance(value, Mean):
         total, count = _reader(value.total, tensors), _reader(value.count, tensors)
         return lambda given: Mean(total(given), count(given))

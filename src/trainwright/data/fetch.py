@@ -227,7 +227,7 @@ class Fetched(NamedTuple):
         if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32) or not self.num_samples:
             return 0, 0
         # The batch is still on the host, and numpy is faster than torch on small arrays.
-        ignored = np.from_dlpack(labels) == IGNORED_LABEL
+        ignored = labels.numpy() == IGNORED_LABEL
         num_ignored = int(np.count_nonzero(ignored))
         if not num_ignored or len(labels) != self.num_samples:
             return num_ignored, 0

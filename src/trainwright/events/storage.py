@@ -363,10 +363,10 @@ class EventStorage:
         """Moves pending values to the host, in one copy per device and dtype, and files them by name and step."""
         self._set_shards_aside()
         pending, self._pending = self._pending, []
-        values, weights = _to_host([record[2] for record in pending]), _to_host([record[3] for record in pending])
+        hosted = _to_host([each for _, _, value, weight, _ in pending for each in (value, weight)])
         records = [
             (name, step, value, weight, kind)
-            for (name, step, _, _, kind), value, weight in zip(pending, values, weights, strict=True)
+            for (name, step, _, _, kind), value, weight in zip(pending, hosted[::2], hosted[1::2], strict=True)
         ]
         objects, self._objects = self._objects, {}
         for name, (step, value) in objects.items():
@@ -386,6 +386,9 @@ class EventStorage:
     def _set_shards_aside(self) -> None:
         """Moves pending records with DTensors to `_sharded`; of replicated ones this rank has the value."""
         self.file_traced()
+        values = [each for _, _, value, weight, _ in self._pending for each in (value, weight)]
+        if not any(map(is_dtensor, [each for each in values if isinstance(each, torch.Tensor)])):
+            return
         pending, self._pending = self._pending, []
         for name, step, value, weight, kind in pending:
             value, weight = _local_if_replicated(value), _local_if_replicated(weight)
@@ -481,7 +484,9 @@ class EventStorage:
         self._traced_media = {}
 
     def _remember(self, name: str, step: int, value: Any) -> None:
-        values = self._histories.setdefault(name, deque(maxlen=HISTORY_LENGTH))
+        values = self._histories.get(name)
+        if values is None:
+            values = self._histories[name] = deque(maxlen=HISTORY_LENGTH)
         if values and values[-1][0] == step:
             values.pop()
         values.append((step, value))
@@ -575,13 +580,17 @@ def _is_recomputing() -> bool:
 
 def _to_host(values: list[Any]) -> list[Any]:
     """Replaces one-element tensors and numpy's numbers by Python's, with one copy per device and dtype."""
-    hosted = [value.item() if isinstance(value, np.generic) else value for value in values]
+    hosted = list(values)
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             groups.setdefault((value.device, value.dtype), []).append(index)
+        elif isinstance(value, np.generic):
+            hosted[index] = value.item()
     for indices in groups.values():
-        numbers = torch.stack([values[index].detach().reshape(()) for index in indices]).tolist()
+        tensors = [values[index] for index in indices]
+        with torch.no_grad():
+            numbers = torch.stack([each.reshape(()) if each.ndim else each for each in tensors]).tolist()
         for index, number in zip(indices, numbers, strict=True):
             hosted[index] = number
     return hosted

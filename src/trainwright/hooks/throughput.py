@@ -31,7 +31,7 @@ class TimeSteps(Hook):
         assert trainer.train_data is not None
         self._data = trainer.train_data
         self._tokens_per_sample = getattr(self._data.dataset, "tokens_per_sample", None)
-        self._num_ranks = trainer.ranks.size
+        self._num_ranks, self._num_data_ranks = trainer.ranks.size, trainer.ranks.mesh.num_data_ranks
         peak = known_peak(trainer.backend.describe(), matmul_dtype(trainer.model, trainer.config.runtime.precision))
         self._peak = None if peak is None else peak[1] * self._num_ranks
         self._flops_per_token = flops_per_token(trainer.model, trainer.ranks, trainer.context.updater.pipeline)
@@ -53,7 +53,7 @@ class TimeSteps(Hook):
         # By position: a step may use several batches, and the last one may be smaller.
         samples = self._data.samples_seen - self._position
         if not samples:  # a batch that was made without fetching one
-            samples = self.trainer.batch.num_samples * self.trainer.ranks.mesh.num_data_ranks
+            samples = self.trainer.batch.num_samples * self._num_data_ranks
         storage, batch = self.trainer.storage, self.trainer.batch.value
         # Means: the rate of a window is all its samples over all its seconds, not a mean of rates.
         storage.put_metric("seconds_per_step", Mean(seconds, 1.0), 1.0)
@@ -84,7 +84,7 @@ class TimeSteps(Hook):
         is_masked = isinstance(mask, torch.Tensor) and mask.shape == input_ids.shape
         tokens: torch.Tensor | int = mask.sum() if is_masked else input_ids.numel()
         # The log line has the sum over ranks of tokens over the sum of seconds. A rank without samples has no tokens.
-        return tokens * (self.trainer.ranks.mesh.num_data_ranks if self.trainer.batch.num_samples else 0)
+        return tokens * (self._num_data_ranks if self.trainer.batch.num_samples else 0)
 
 
 _SECONDS_PER_HOUR = 3600.0

@@ -159,10 +159,13 @@ class ScheduledOptimizer:
         self.base_rates: list[float] = []
         self.num_parameters = 0
         self.requires_closure = requires_closure(optimizer)
+        self._factor: float | None = None
+        """The schedule's factor in the rates that it has written; None if there are none."""
         self.read_groups()
         self.writer: str | None = None
         """The hook that has written a rate since the schedule did."""
         self._written: list[object] | None = None
+        """What `rate_stamp` returned for the rates that the schedule has written; None if there are none."""
         self._read: tuple[torch.Tensor, int, float] | None = None
 
     def read_groups(self, base_rates: Sequence[float] = ()) -> None:
@@ -170,6 +173,7 @@ class ScheduledOptimizer:
         groups = self.optimizer.param_groups
         known = [*self.base_rates, *base_rates[len(self.base_rates) :]][: len(groups)]
         self.base_rates = [*known, *(float(group["lr"]) for group in groups[len(known) :])]
+        self._factor = None
         self.num_parameters = sum(len(group["params"]) for group in groups)
         if has_eval_weights(self.optimizer):  # of groups that were added; without state this changes no weight
             self.optimizer.train()  # type: ignore[attr-defined]
@@ -195,18 +199,21 @@ class ScheduledOptimizer:
         """Writes the learning rates of the update that follows `step` updates; returns the first group's."""
         if self.schedule is None:
             return self._own_rate()
-        if self.is_overwritten():
+        are_as_written = self._written is not None and self._stamps() == self._written
+        if not are_as_written and self.is_overwritten():
             self._warn_of_writer()
         if isinstance(self.schedule, TorchSchedule):
             self.schedule.advance(step, epoch)
-            rate = self._own_rate()
-        else:
-            factor = self.schedule(step, max_steps)
+            self._note_rates()
+            return self._own_rate()
+        factor = self.schedule(step, max_steps)
+        # On a GPU each write is a kernel; a constant schedule needs none.
+        if factor != self._factor or not are_as_written:
             for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
                 set_learning_rate(group, base * factor)
-            rate = self.base_rates[0] * factor
-        self._note_rates()
-        return rate
+            self._factor = factor
+            self._note_rates()
+        return self.base_rates[0] * factor
 
     def observe(self, logs: Mapping[str, float]) -> None:
         """Lets a schedule that follows a metric read the logs of an evaluation; it may write the learning rates."""
@@ -220,11 +227,16 @@ class ScheduledOptimizer:
         """
         if isinstance(self.schedule, TorchSchedule) and self.schedule.metric is not None:
             return
-        self._written = [rate_stamp(group["lr"]) for group in self.optimizer.param_groups]
+        self._written = self._stamps()
+
+    def _stamps(self) -> list[object]:
+        return [rate_stamp(group["lr"]) for group in self.optimizer.param_groups]
 
     def is_overwritten(self) -> bool:
         """Returns True if a rate is not the one that the schedule wrote. Reads no value from the device."""
-        for group, stamp in zip(self.optimizer.param_groups, self._written or [], strict=False):
+        if self._written is None or self._stamps() == self._written:
+            return False
+        for group, stamp in zip(self.optimizer.param_groups, self._written, strict=False):
             # Graph mode replaces numbers by tensors.
             is_captured = isinstance(group["lr"], torch.Tensor) and not isinstance(stamp, tuple)
             if not is_captured and rate_stamp(group["lr"]) != stamp:
