@@ -51,9 +51,6 @@ MANY_STEPS = 1_000_000  # no contender comes to its last step: gpu.py ends it
 class Rows(Dataset):
     """Rows of random tokens, repeated so often that no contender meets the end of an epoch."""
 
-    draws_nothing = True
-    """As docs/data.md advises for such a dataset: trainwright then need not look for draws."""
-
     def __init__(self, case: Case, vocab_size: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(0, vocab_size, (NUM_BATCHES * case.batch, case.length), generator=generator)
