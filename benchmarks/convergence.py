@@ -24,21 +24,18 @@ from typing import Any
 
 import torch
 from data_rounds import table
-from gpu_cases import TINY_FP8, Settings, merge
+from gpu_cases import FP8_OF_GPT2, Settings, merge, shrink_fp8
 from torch.utils.data import Dataset
 
 BATCH, LENGTH, VOCABULARY, STEPS, EVAL_ROWS = 8, 1024, 50257, 1000, 256
 RUNS: dict[str, tuple[int, Settings]] = {
     "bf16": (0, {"runtime": {"precision": "bf16"}}),
-    "fp8": (0, {"runtime": {"precision": "fp8"}}),
+    "fp8": (0, {"runtime": {"precision": "fp8", "fp8": FP8_OF_GPT2}}),
 }
 NOISE: dict[str, tuple[int, Settings]] = {"bf16, another seed": (1, {"runtime": {"precision": "bf16"}})}
 OPTIMIZERS: dict[str, tuple[int, Settings]] = {
-    f"{precision}, {name}": (
-        0,
-        {"runtime": {"precision": precision}, "model": {"dtype": "bf16"}, "trainer": {"optimizer": optimizer}},
-    )
-    for precision in ("bf16", "fp8")
+    f"{precision}, {name}": (seed, {**settings, "model": {"dtype": "bf16"}, "trainer": {"optimizer": optimizer}})
+    for precision, (seed, settings) in RUNS.items()
     for name, optimizer in {
         "weights in bf16 with fp32 masters": {"master_weights": True},
         "weights in bf16, stochastic rounding, 8-bit moments": {"state": "8bit", "master_weights": "stochastic"},
@@ -92,8 +89,8 @@ def train(name: str, tokens_file: Path, result: Path, *, is_dry: bool) -> None:
     from trainwright.trainers.language_model import LanguageModelTrainer
 
     seed, more = {**RUNS, **NOISE, **OPTIMIZERS}[name]
-    if is_dry and more["runtime"]["precision"] == "fp8":
-        more = merge(more, {"runtime": {"fp8": TINY_FP8}})
+    if is_dry:
+        more = shrink_fp8(more)
     batch, length, steps = (4, 64, 30) if is_dry else (BATCH, LENGTH, STEPS)
     tokens = torch.load(tokens_file, weights_only=True)
 

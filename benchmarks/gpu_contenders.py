@@ -36,11 +36,11 @@ from gpu_cases import (
     MAX_GRAD_NORM,
     NUM_BATCHES,
     SETTLING_STEPS,
-    TINY_FP8,
     WEIGHT_DECAY,
     Case,
     merge,
     shrink,
+    shrink_fp8,
 )
 from torch.utils.data import DataLoader, Dataset, SequentialSampler
 
@@ -357,8 +357,8 @@ def train_ours(bench: Bench, trainer_class: Any, settings: dict[str, Any]) -> to
     settings = merge(common, settings)
     if bench.is_dry and settings["runtime"]["mode"] != "eager":
         settings = merge(settings, {"runtime": {"compile_backend": bench.backend}})
-    if bench.is_dry and settings["runtime"]["precision"] == "fp8":
-        settings = merge(settings, {"runtime": {"fp8": TINY_FP8}})
+    if bench.is_dry:
+        settings = shrink_fp8(settings)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"  # the key that signs run folders
         trainer = build_trainer(RunConfig.from_dict({**settings, "output_dir": folder}), trainer_class)

@@ -115,9 +115,12 @@ def test_one_kernel_computes_what_passes_of_torch_do(monkeypatch, name, maximize
                 assert value.dtype == expected.dtype
                 if value.dtype == torch.float32:
                     torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
-                else:  # the last bit of fp32 may change the direction of a rounding
-                    torch.testing.assert_close(value, expected, rtol=2**-7, atol=1e-6)
-                    assert (value != expected).float().mean() < 0.02, key
+                    continue
+                torch.testing.assert_close(value, expected, rtol=2**-7, atol=1e-6)
+                # The noise of a stochastic rounding is a hash of the value: another last bit of fp32 is other noise.
+                is_stochastic = key != "weight" or settings.get("master_weights") == "stochastic"
+                assert (value != expected).float().mean() < (0.6 if is_stochastic else 0.02), key
+                assert (value.float() - expected.float()).mean().abs() < 1e-4 * expected.float().abs().mean(), key
 
 
 def test_a_skipped_step_by_one_kernel_changes_no_bit():

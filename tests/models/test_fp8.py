@@ -46,7 +46,7 @@ def test_the_head_and_the_outer_blocks_stay_in_bf16():
 
 
 def test_layers_too_small_to_gain_stay_in_bf16():
-    wide, narrow = llama(num_layers=3), llama(num_layers=3, hidden_size=1024, intermediate_size=640)
+    wide, narrow = llama(num_layers=3), llama(num_layers=3, intermediate_size=1280)
     assert len(use_fp8(wide).chosen) == 7, "keys and values read the same input as queries"
     found = use_fp8(narrow)
     assert [name.rpartition(".")[2] for name in found.chosen] == [
@@ -109,10 +109,10 @@ def test_a_model_without_a_layer_for_fp8_raises():
 @pytest.mark.parametrize(
     ("model", "number"),
     [
-        (on_meta(GPT2, vocab_size=512, hidden_size=768, num_layers=4, num_heads=12), 8),
-        (on_meta(Bert, vocab_size=512, hidden_size=1024, num_layers=4, num_heads=16), 12),
-        (on_meta(T5, vocab_size=512, hidden_size=1024, num_layers=3, num_heads=16), 16),
-        (on_meta(ViT, num_labels=10, image_size=32, patch_size=8, hidden_size=1024, num_layers=3, num_heads=16), 6),
+        (on_meta(GPT2, vocab_size=512, hidden_size=2048, num_layers=4, num_heads=16), 8),
+        (on_meta(Bert, vocab_size=512, hidden_size=2048, num_layers=4, num_heads=16), 12),
+        (on_meta(T5, vocab_size=512, hidden_size=2048, num_layers=3, num_heads=16), 16),
+        (on_meta(ViT, num_labels=10, image_size=32, patch_size=8, hidden_size=2048, num_layers=3, num_heads=16), 6),
     ],
     ids=["gpt2", "bert", "t5", "vit"],
 )
