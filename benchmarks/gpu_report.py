@@ -212,8 +212,9 @@ Contenders train the same shape from the same weights on the same rows. They com
 turns; times are medians of the turns, with the range. `speed` and `memory` are relative to the baseline, in bold: the
 fastest of Hugging Face Trainer with torch.compile and with Liger-Kernel (compiled or not), or what a case names. Peers
 keep fp32 weights and `bf16=True`, unless the case says bf16 weights; no contender has settings beyond those that its
-documentation recommends. Memory is torch's peak of allocated memory. Contenders start at the same time and with the
-compiler's caches of earlier commands, so the seconds to the end of warm-up are not those of a single run."""
+documentation recommends, except for fp8 in the narrow layers of GPT-2. Memory is torch's peak of allocated memory.
+Contenders start at the same time and with the compiler's caches of earlier commands, so the seconds to the end of
+warm-up are not those of a single run."""
 
 
 def shown(value: float | None, digits: int = 2) -> str:

@@ -166,10 +166,18 @@ def test_reports_of_several_commands_are_merged(cases, make_report, tmp_path):
 
 OURS = [
     *(("tinyllama", name) for name in ("shipped, bf16, memory budget 0.8", "shipped, fp8", "transformers, fp8")),
+    *(("tinyllama", f"shipped, {precision}, 8-bit moments") for precision in ("bf16", "fp8")),
     *(("llama8b", name) for name in ("shipped, bf16", "shipped, fp8")),
-    *(("lora8b", name) for name in ("LoRA, bf16, memory budget 0.5", "LoRA, fp8")),
-    ("gpt2", "shipped, fp8"),
+    *(("lora8b", name) for name in ("LoRA, bf16", "LoRA, fp8", "LoRA, fp8, activation checkpointing")),
+    *(("gpt2", name) for name in ("shipped, fp8", "shipped, fp8, rowwise")),
+    ("toy", "graph, bf16 weights with fp32 masters"),
 ]
+
+
+def test_contenders_of_the_slow_tests_and_of_the_targets_exist(cases):
+    named = {(name, each.name) for name, case in cases.CASES.items() for each in case.contenders}
+    targets = {(target.case, name) for target in cases.TARGETS for name in target.contenders}
+    assert {*OURS} | targets <= named
 
 
 @pytest.mark.slow
