@@ -108,18 +108,18 @@ class Report:
         times = {name: ms for name, wave in waves.items() if wave and (ms := self.ms(case, name, wave)) is not None}
         return min(times, key=times.__getitem__) if times else None
 
-    def speed(self, case: str, name: str) -> float | None:
+    def speed(self, case: str, name: str, baseline: str | None = None) -> float | None:
         """How many times as fast as the baseline, whose turns of the same wave count where there are any."""
         waves = self._found(case, name).get("ms", {})
-        baseline = self.baseline(case)
+        baseline = baseline or self.baseline(case)
         if not waves or baseline is None:
             return None
         wave = next(iter(waves)) if name != baseline else None  # only the baseline stays for several
         return quotient(self.ms(case, baseline, wave) or self.ms(case, baseline), self.ms(case, name))
 
-    def memory(self, case: str, name: str) -> float | None:
+    def memory(self, case: str, name: str, baseline: str | None = None) -> float | None:
         """The peak memory over the baseline's."""
-        own, other = (self._found(case, each).get("peak_gib") for each in (name, self.baseline(case)))
+        own, other = (self._found(case, each).get("peak_gib") for each in (name, baseline or self.baseline(case)))
         return quotient(own, other)
 
     def share(self, case: str, name: str) -> float | None:
@@ -190,9 +190,9 @@ class Report:
         """A row of the table: the fastest contender that meets the target, or the fastest of all."""
         found = []
         for name in target.contenders:
-            speed = self.speed(target.case, name)
+            speed = self.speed(target.case, name, target.baseline)
             if speed is not None:
-                memory, share = self.memory(target.case, name), self.share(target.case, name)
+                memory, share = self.memory(target.case, name, target.baseline), self.share(target.case, name)
                 is_met = speed >= target.speed
                 is_met &= target.memory is None or (memory is not None and memory <= target.memory)
                 is_met &= target.share is None or (share is not None and share >= target.share)

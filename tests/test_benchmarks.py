@@ -146,6 +146,19 @@ def test_a_target_of_speed_and_memory_is_met_by_one_contender_alone(cases, make_
     )
 
 
+def test_a_target_may_name_the_peer_that_it_is_compared_with(cases):
+    from gpu_report import Report
+
+    report = Report({"device": "GPU"}, "command")
+    times = {cases.HF_COMPILED: (600, 60.0), cases.HF: (800, 80.0), cases.LORA_FP8: (400, 32.0)}
+    for name, (ms, gib) in times.items():
+        report.note("lora8b", name, {"ok": True, "ms": {"1": [ms]}, "peak_gib": gib, "steps": 3})
+    found = verdicts(report)
+    assert found["LoRA on the 8B"] == ("1.50×, 0.53 of the memory (LoRA, fp8)", "missed")
+    plain = next(target.title for target in cases.TARGETS if target.baseline == cases.HF)
+    assert found[plain] == ("2.00×, 0.40 of the memory (LoRA, fp8)", "met")
+
+
 def test_reports_of_several_commands_are_merged(cases, make_report, tmp_path):
     from gpu_report import Report
 
