@@ -40,7 +40,7 @@ _KERNELS = (
     ("matrix", r"^triton_tem_|^triton_mm"),
     ("loss", r"^triton_.*(log_softmax|nll_loss|cross_entropy|logsumexp)"),
     ("pointwise", r"^triton_(poi|per|red|for|spl)"),
-    ("attention", r"flash|fmha|sdpa|attention|attn"),
+    ("attention", r"flash|fmha|sdpa|attention|attn|compute_dot_do_o|convert_dq_to"),  # the last two are cuDNN's
     ("optimizer", r"fused_?(adam|sgd|adagrad|lion)|adamw?_kernel|lion_kernel|multi_tensor_apply"),
     ("loss", r"softmax|nll_?loss|cross_?entropy|logsumexp"),
     ("copies", r"memcpy|memset|copy_kernel|copy_cuda|catarray|nchwtonhwc|nhwctonchw"),
