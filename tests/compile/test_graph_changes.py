@@ -202,6 +202,7 @@ class Guarded(Net):
         self.limits, self.names, self.kinds = [1, 2], {"x": 1}, {"a"}
         self.alpha, self.is_fast, self.gain = 1, True, Gain(1.0)
         self.unset, self.empty = None, {}
+        self.done, self.pending = ["a"], ["b", "c"]
         self.register_buffer("scalar", torch.ones(()))
 
 
@@ -223,6 +224,8 @@ CHANGES = {
     "Guarded.limits[2]": lambda trainer, model: model.limits.append(2),
     "Guarded.names.x": lambda trainer, model: model.names.update(x=2),
     "Guarded.names.y": lambda trainer, model: model.names.update(y=1),
+    "Guarded.names.z": lambda trainer, model: model.names.update(z=model.names.pop("x")),
+    "Guarded.done[1]": lambda trainer, model: model.done.append(model.pending.pop(0)),
     "Guarded.kinds[1]": lambda trainer, model: model.kinds.add("b"),
     "Guarded.empty.x": lambda trainer, model: model.empty.update(x=1),
     "Guarded.unset": lambda trainer, model: setattr(model, "unset", 1),
@@ -271,6 +274,14 @@ def test_each_change_of_a_guarded_value_is_seen(tmp_path, monkeypatch, name):
     assert fingerprint.changes() == []
     CHANGES[name](trainer, trainer.model)
     assert any(each.name.startswith(name) for each in fingerprint.changes())
+
+
+def test_the_fast_comparison_watches_all_that_is_guarded(tmp_path):
+    trainer = train(tmp_path, "graph", Base, trainer={"max_steps": 3, "micro_batch_size": 16})
+    graph = trainer._make_graph_step()
+    graph._prepare_optimizers()
+    fingerprint = Fingerprint(graph._guarded)
+    assert {id(value) for _, value in fingerprint.values()} <= {id(value) for value in fingerprint._watched}
 
 
 def test_what_is_put_into_an_equal_container_that_replaced_another_is_seen(tmp_path):

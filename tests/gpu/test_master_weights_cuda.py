@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.optim.references import all_equal, drive, make_gradients, make_weights, values
 
+from trainwright.optim import adamw
 from trainwright.optim.adamw import AdamW
 from trainwright.optim.device_step import prepare_for_capture, set_learning_rate
 from trainwright.optim.lion import Lion
@@ -57,6 +58,19 @@ def test_no_step_with_masters_waits_for_the_device(make):
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode(0)
+
+
+def test_a_step_without_triton_needs_little_memory_in_addition_to_its_state(monkeypatch):
+    monkeypatch.setattr(adamw, "has_triton", lambda: False)
+    weight = torch.nn.Parameter(torch.zeros(2**28, dtype=torch.bfloat16, device=DEVICE))
+    optimizer = AdamW([weight], master_weights=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    before = torch.cuda.memory_allocated(DEVICE)
+    optimizer.step()
+    # A gradient in fp32 would have 1 GiB; 2²⁵ elements of it are in memory at a time.
+    assert torch.cuda.max_memory_allocated(DEVICE) - before < 300 * 2**20
 
 
 RECORDED = {

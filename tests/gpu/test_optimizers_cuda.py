@@ -118,9 +118,77 @@ def test_one_kernel_computes_what_passes_of_torch_do(monkeypatch, name, maximize
                     continue
                 torch.testing.assert_close(value, expected, rtol=2**-7, atol=1e-6)
                 # The noise of a stochastic rounding is a hash of the value: another last bit of fp32 is other noise.
+                # The next test compares the roundings of equal values.
                 is_stochastic = key != "weight" or settings.get("master_weights") == "stochastic"
                 assert (value != expected).float().mean() < (0.6 if is_stochastic else 0.02), key
-                assert (value.float() - expected.float()).mean().abs() < 1e-4 * expected.float().abs().mean(), key
+
+
+def exact_step(optimizer, weights):
+    """A step whose values in fp32 have no rounding error: weights of 0.75 times theirs, moments of half of theirs."""
+    for weight in weights:
+        state = optimizer.state[weight]
+        state["step"] = torch.zeros((), device=DEVICE)
+        generator = torch.Generator(DEVICE).manual_seed(weight.numel())
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = torch.randn(weight.shape, generator=generator, device=DEVICE).abs().to(torch.bfloat16)
+            state[key] = torch.where(moment < 0.5, 0.0, moment).to(torch.bfloat16)
+    drive(optimizer, weights, [[torch.zeros_like(weight) for weight in weights]])
+
+
+@pytest.mark.parametrize("name", ["weights", "moments"])
+def test_one_kernel_rounds_with_the_noise_of_plain_torch(monkeypatch, name):
+    shapes = ((1024, 1100), (3, 2**19 + 7))  # the rows begin anywhere in the range of a program
+    found = []
+    for has_triton in (True, False):
+        weights = on_device(torch.bfloat16, shapes)
+        if name == "weights":  # no gradient and no moments: only the decay changes the weights, by a quarter
+            optimizer = AdamW(weights, lr=0.25, weight_decay=1.0, master_weights="stochastic")
+        else:  # 1 - beta is exact, and so are the products with 0.4375
+            optimizer = AdamW(weights, lr=0.0, betas=(0.4375, 0.4375), state_dtype="bf16", master_weights=True)
+        monkeypatch.setattr(adamw, "has_triton", lambda has_triton=has_triton: has_triton)
+        start = [weight.detach().float() for weight in weights]
+        if name == "weights":
+            drive(optimizer, weights, [[torch.zeros_like(weight) for weight in weights]])
+            found.append([weight.detach() for weight in weights])
+            exact = [0.75 * each for each in start]
+        else:
+            exact_step(optimizer, weights)
+            found.append([optimizer.state[weight]["exp_avg"] for weight in weights])
+            exact = None
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    if exact is not None:
+        for one, value in zip(found[0], exact, strict=True):
+            rounded = value.bfloat16().float()
+            assert ((one.float() != rounded).float().mean() - 0.25).abs() < 0.1, "some are rounded the other way"
+            assert ((one.float() - value) * value.sign()).mean().abs() < 1e-4 * value.abs().mean(), "truncated"
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_one_kernel_divides_gradients_and_reads_any_layout(name):
+    dtype, settings = WIDE[name]
+    weights, others = on_device(dtype, LARGE), on_device(dtype, LARGE)
+    scaled, plain = (AdamW(each, lr=0.01, **settings) for each in (weights, others))
+    gradients = gradients_for(weights, 1)
+    gradients[0][0] = gradients[0][0].t().contiguous().t()
+    scaled.grad_scale = torch.full((), 4.0, device=DEVICE)
+    drive(scaled, weights, [[4.0 * each for each in gradients[0]]])
+    drive(plain, others, [[each.contiguous() for each in gradients[0]]])
+    assert all_equal(weights, others)
+
+
+def test_moments_in_another_layout_are_stepped_in_their_places():
+    weights, others = (on_device(torch.bfloat16, ((128, 64, 16, 16),)) for _ in range(2))
+    optimizers = [AdamW(each, lr=0.01, master_weights=True) for each in (weights, others)]
+    first, second = gradients_for(weights, 2)
+    for optimizer, each in zip(optimizers, (weights, others), strict=True):
+        drive(optimizer, each, [first])
+    for key in ("exp_avg", "exp_avg_sq"):
+        state = optimizers[1].state[others[0]]
+        state[key] = state[key].to(memory_format=torch.channels_last)
+    for optimizer, each in zip(optimizers, (weights, others), strict=True):
+        drive(optimizer, each, [second])
+    torch.testing.assert_close(weights[0], others[0], rtol=2**-7, atol=1e-6)
 
 
 def test_a_skipped_step_by_one_kernel_changes_no_bit():

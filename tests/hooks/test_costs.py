@@ -20,6 +20,8 @@ KERNELS = {
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>>": "attention",
     "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloop>>>": "attention",
     "fmha_cutlassF_bf16_aligned_64x64_rf_sm80": "attention",
+    "void cudnn::fusion::compute_dot_do_o_specialized<true, 64>(void const*)": "attention",
+    "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int)": "attention",
     "triton_tem_fused_flex_attention_0": "attention",
     "triton_poi_fused__to_copy_add_mul_silu_4": "pointwise",
     "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2": "pointwise",

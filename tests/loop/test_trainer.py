@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -351,7 +352,8 @@ def test_nothing_is_copied_to_the_host_between_log_periods(tmp_path, monkeypatch
 
         def watched(self, *arguments, _name=name, _original=original, **keywords):
             # The state of the CPU's generator, and the labels of a batch that is still on the host.
-            if self.dtype != torch.uint8 and (_name, self.dtype) != ("numpy", torch.int64):
+            is_on_host = self.dtype == torch.uint8 or sys._getframe(1).f_code.co_name == "count_ignored"
+            if not is_on_host:
                 waits.append(_name)
             return _original(self, *arguments, **keywords)
 

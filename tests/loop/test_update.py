@@ -118,6 +118,35 @@ def test_a_mean_over_counted_labels_weighs_its_labels(sizes, on_device, monkeypa
     assert float(update.weight) == 8
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("weights", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_one_mean_with_a_count_on_the_device_gives_its_gradient_or_none(dtype, weights, on_device, monkeypatch):
+    monkeypatch.setattr(update_module, "reads_at_once", lambda device: not on_device)
+    x = torch.arange(12.0).reshape(4, 3).to(torch.promote_types(weights, torch.float32)) / 8
+    for count in (3, 0):
+        w = nn.Parameter(torch.ones(3, dtype=weights))
+        scale = LossScale(torch.device("cpu"), initial=4.0) if weights == torch.float32 else None
+        updater = make_updater([w], batch_size=4, lr=0.0, loss_scale=scale)
+        update = updater.begin(4, num_backwards=1)
+        counted = torch.arange(4) < count
+        penalty = w.to(x.dtype).sum()  # a total that is not 0 where nothing counts
+        total = ((x @ w.to(x.dtype)).square() * counted).sum() + penalty
+        (gradient,) = torch.autograd.grad(total / 3, w, retain_graph=True)
+        update.backward(Mean(total, torch.tensor(count).to(dtype)))
+        result = update.apply()
+        assert float(update.weight) == count
+        if count:
+            tolerance = 1e-2 if weights == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(
+                result.grad_norm, gradient.float().norm().to(result.grad_norm), rtol=tolerance, atol=0
+            )
+            torch.testing.assert_close(result.loss, (total / 3).detach().to(result.loss), rtol=tolerance, atol=0)
+        else:
+            assert result.grad_norm == 0.0
+            assert torch.isfinite(result.loss)
+
+
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "plain SGD", "Lion", "Muon"])

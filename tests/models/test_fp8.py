@@ -7,7 +7,7 @@ from torch import nn
 
 from trainwright.errors import ConfigError
 from trainwright.models.bert import Bert
-from trainwright.models.fp8 import SMALLEST_GAIN, use_fp8
+from trainwright.models.fp8 import SMALLEST_GAIN, gains_from_fp8, use_fp8
 from trainwright.models.gpt2 import GPT2
 from trainwright.models.layers.fp8_linear import Fp8Linear, Fp8LoRALinear
 from trainwright.models.llama import Llama
@@ -117,8 +117,15 @@ def test_a_model_without_a_layer_for_fp8_raises():
     ids=["gpt2", "bert", "t5", "vit"],
 )
 def test_shipped_models_have_blocks_with_layers_for_fp8(model, number):
+    assert gains_from_fp8(model)
     found = use_fp8(model)
     assert len(found.chosen) == number, found.describe()
+
+
+def test_gpt2_small_gains_nothing_from_fp8():
+    model = on_meta(GPT2, vocab_size=512, hidden_size=768, num_layers=4, num_heads=12)
+    assert not gains_from_fp8(model)
+    assert len(use_fp8(model, match=["*.mlp.*"]).chosen) == 8
 
 
 def test_layers_with_adapters_keep_them_and_merge_into_plain_ones():

@@ -54,14 +54,14 @@ class CudaGraph:
         try:
             # Data threads may pin memory at the same time: only calls of this thread are checked.
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                outputs = [each.detach() for each in run(views)]
-                self._packed = pack_scalars(outputs)
+                self._outputs = [each.detach() for each in run(views)]
+                self._packed = pack_scalars(self._outputs)
         except BaseException:
             # A failed capture leaves the generator in capture mode, in which it draws no numbers outside of a graph.
             generator.graphsafe_set_state(before)
             del self._graph  # the traceback references this object, and NCCL cannot close a group that a graph uses
             raise
-        warn_of_constants(outputs, stream.device)
+        warn_of_constants(self._outputs, stream.device)
         # Each graph writes its own gradients, and the optimizers after a replay read those of the parameters.
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
 

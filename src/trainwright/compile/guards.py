@@ -109,6 +109,7 @@ class Fingerprint:
     def _take(self) -> None:
         self._tables: list[tuple[str, Mapping[Any, Any]]] = []
         self._rows: list[tuple[str, Collection[Any]]] = []
+        self._dicts: list[dict[Any, Any]] = []
         self._tensors: list[tuple[str, Tensor]] = []
         objects = self._objects
         model, task = objects.trainer.model, objects.trainer.task
@@ -131,29 +132,26 @@ class Fingerprint:
         objects = self._objects
         self._attributes = frozenset(vars(objects.trainer))
         self._own_names = [name for name in vars(objects.trainer) if name not in objects.own_attributes]
-        sources: list[Collection[Any]] = [table.values() for _, table in self._tables]
-        sources += [row for _, row in self._rows]
+        self._sources: list[Collection[Any]] = [table.values() for _, table in self._tables]
+        self._sources += [row for _, row in self._rows]
+        self._sources += [table.keys() for table in self._dicts]
         for optimizer in objects.optimizers.values():
             groups, states = optimizer.param_groups, optimizer.state.values()
-            sources += (groups, states, *(each.values() for each in (*groups, *states)))
-        self._empty = [each for each in sources if not each]
-        self._filled = [each for each in sources if each]
-        self._watched = [*self._read_alone(), *chain.from_iterable(self._filled), ABSENT]
+            self._sources += (groups, states, *(each.values() for each in (*groups, *states)))
+        self._lengths = list(map(len, self._sources))
+        self._filled = [each for each in self._sources if each]
+        self._watched = [*self._read_single_values(), *chain.from_iterable(self._filled)]
 
     def _is_unchanged(self) -> bool:
-        """Returns True if every guarded value is the same object, in the same memory, as at construction.
-
-        ABSENT, which is no value, ends both sequences: they differ if one is longer.
-        """
-        values = chain(self._read_alone(), chain.from_iterable(self._filled), (ABSENT,))
+        """Returns True if every guarded value is the same object, in the same memory, as at construction."""
         return (
-            not any(map(len, self._empty))
-            and all(map(is_, values, self._watched))
+            list(map(len, self._sources)) == self._lengths
             and vars(self._objects.trainer).keys() == self._attributes
+            and all(map(is_, chain(self._read_single_values(), chain.from_iterable(self._filled)), self._watched))
             and self._read_addresses() == self._addresses
         )
 
-    def _read_alone(self) -> list[Any]:
+    def _read_single_values(self) -> list[Any]:
         """Returns the values that are in no table or row."""
         objects = self._objects
         trainer = objects.trainer
@@ -249,6 +247,8 @@ class Fingerprint:
         self._seen.add(id(value))
         if isinstance(value, dict | list | set | deque):
             if len(value) <= _MAX_ENTRIES:
+                if isinstance(value, dict):
+                    self._dicts.append(value)  # user code may rename a key; attributes are seldom renamed
                 (self._tables if isinstance(value, dict) else self._rows).append((label, value))  # type: ignore[arg-type]
         elif _is_user_object(value):
             self._tables.append((label, vars(value)))

@@ -40,7 +40,7 @@ _KERNELS = (
     ("matrix", r"^triton_tem_|^triton_mm"),
     ("loss", r"^triton_.*(log_softmax|nll_loss|cross_entropy|logsumexp)"),
     ("pointwise", r"^triton_(poi|per|red|for|spl)"),
-    ("attention", r"flash|fmha|sdpa|attention|attn"),
+    ("attention", r"flash|fmha|sdpa|attention|attn|compute_dot_do_o|convert_dq_to"),  # the last two are cuDNN's
     ("optimizer", r"fused_?(adam|sgd|adagrad|lion)|adamw?_kernel|lion_kernel|multi_tensor_apply"),
     ("loss", r"softmax|nll_?loss|cross_?entropy|logsumexp"),
     ("copies", r"memcpy|memset|copy_kernel|copy_cuda|catarray|nchwtonhwc|nhwctonchw"),
@@ -129,7 +129,7 @@ class RunFacts:
     fastest_precision: str = "fp32"
     """The precision that `runtime.precision: auto` selects on the device."""
     supports_fp8: bool = False
-    """True if the device multiplies in fp8 and the mesh allows it."""
+    """True if the device multiplies in fp8, the mesh allows it, and layers of the model are wide enough to gain."""
     tf32: bool = True
     can_capture: bool = True
     """True if mode graph supports the precision and the mesh of the run."""

@@ -47,6 +47,7 @@ from trainwright.hooks.flops import (
 )
 from trainwright.loop.heartbeat import PHASES, PhaseTrace
 from trainwright.loop.hook import Hook
+from trainwright.models.fp8 import gains_from_fp8
 from trainwright.user_code.locations import is_user_code
 
 logger = logging.getLogger(__name__)
@@ -556,7 +557,9 @@ class Profiler(Hook):
             is_on_gpu=is_on_gpu,
             precision=runtime.precision,
             fastest_precision=backend.choose_precision(),
-            supports_fp8=backend.supports_precision("fp8") and mesh.size("tensor") == 1,
+            supports_fp8=backend.supports_precision("fp8")
+            and mesh.size("tensor") == 1
+            and gains_from_fp8(trainer.model),
             tf32=runtime.tf32,
             can_capture=runtime.precision != "fp16" and not uncaptured_axes(mesh),
             gathers_fp32=mesh.size("fsdp") > 1 and is_bf16 and runtime.gather_precision == "fp32" and is_fp32,

@@ -207,7 +207,7 @@ class ScheduledOptimizer:
             self._note_rates()
             return self._own_rate()
         factor = self.schedule(step, max_steps)
-        # On a GPU each write is a kernel; a constant schedule needs none.
+        # On a GPU each write is a kernel; a constant schedule needs none. A write through `.data` is not noticed here.
         if factor != self._factor or not are_as_written:
             for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
                 set_learning_rate(group, base * factor)
@@ -916,7 +916,6 @@ class Update:
         updater = self._updater
         batch_size = self._short_unit(0) if updater.has_short else updater.global_batch_size
         first, weight = next(iter(self._losses.values()))
-        precise = torch.promote_types(owned.parameters[0].dtype, torch.float32)
         if updater.ranks.size == 1 and len(self._losses) == 1:
             # The common case, with as few small kernels as possible.
             if isinstance(first, torch.Tensor):
@@ -929,8 +928,9 @@ class Update:
             total, count = first.total, first.count
             if isinstance(total, torch.Tensor) and isinstance(count, torch.Tensor) and total.device == count.device:
                 self.weight = count
-                counted = _at_least_one(count).to(precise)
-                return (total / counted).to(precise), batch_size / counted
+                precise = torch.promote_types(total.dtype, torch.float32)
+                counted = count.to(precise).clamp(min=1e-12)
+                return (total / counted).to(precise), torch.where(count > 0, batch_size / counted, 0.0)
         device = owned.parameters[0].device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
         losses = dict(self._losses)
@@ -958,6 +958,7 @@ class Update:
         counted = count.clamp(min=1e-12)
         # FSDP has divided the sum by the number of its ranks.
         unit = batch_size * (1 if sync is None else sync.averaging)
+        precise = torch.promote_types(owned.parameters[0].dtype, torch.float32)
         return (total / counted).to(precise), torch.where(count > 0, unit / counted, 0.0)
 
     def _is_empty(self) -> torch.Tensor | bool:
@@ -1036,11 +1037,6 @@ def _count_of(terms: tuple[Loss, torch.Tensor | float]) -> Any:
     """Returns the weight of a loss in the mean over micro-batches: the count of a Mean, or that of its samples."""
     loss, weight = terms
     return loss.count if isinstance(loss, Mean) else weight
-
-
-def _at_least_one(count: torch.Tensor) -> torch.Tensor:
-    """Returns a divisor: the count, or where it is 0 another number, because the sum that it divides is 0 too."""
-    return count.clamp(min=1e-12 if count.is_floating_point() else 1)
 
 
 def _either(first: torch.Tensor | bool, second: torch.Tensor | bool) -> torch.Tensor | bool:

@@ -75,13 +75,22 @@ def use_fp8(
     return layers
 
 
+def gains_from_fp8(model: nn.Module) -> bool:
+    """Returns True if a layer of the model would train in fp8 by default."""
+    try:
+        choose_layers(model)
+    except ConfigError:
+        return False
+    return True
+
+
 def choose_layers(
     model: nn.Module,
     *,
-    recipe: Recipe,
-    match: Sequence[str] | None,
-    skip: Sequence[str],
-    origin: Callable[[str], object | None],
+    recipe: Recipe = "tensorwise",
+    match: Sequence[str] | None = None,
+    skip: Sequence[str] = (),
+    origin: Callable[[str], object | None] = lambda name: None,
 ) -> Fp8Layers:
     """Returns what `use_fp8` would change."""
     linear = {

@@ -78,7 +78,7 @@ class AdamW(torch.optim.AdamW):
     with infinite gradients without a synchronization. `True` and `False` are passed to torch.
 
     `state_dtype`, `fp32` or `bf16`, is the dtype of both moments; None means the parameter's dtype. bf16 with fp32
-    weights saves 4 bytes per parameter and costs time.
+    weights saves 4 bytes per parameter. Where there is no Triton kernel (adamw_kernels.py), it costs time.
     `state: 8bit` keeps both moments in 8 bits with a scale for each 256 elements: 2 bytes per parameter instead of 8
     (eight_bit.py). Parameters with one dim or fewer than 4,096 elements keep fp32 moments.
     `master_weights` keeps an fp32 master of every 16-bit weight, and moments in fp32 unless `state` or `state_dtype` is
@@ -295,16 +295,15 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
     is_stochastic = group["master_weights"] == STOCHASTIC
     weights = masters_of(optimizer, parameters) if group["master_weights"] is True else parameters
     pairs = list(zip(parameters, weights, strict=True))
-    alone = [pair for pair in pairs if has_codes(optimizer.state[pair[0]]) or _has_kernel(*pair)]
-    if alone:
-        numbers = step_numbers(
-            [optimizer.state[parameter]["step"] for parameter, _ in alone], group, grad_scale, found_inf
-        )
-        for row, (parameter, weight) in enumerate(alone):
+    single = [pair for pair in pairs if has_codes(state := optimizer.state[pair[0]]) or _has_kernel(*pair, state)]
+    if single:
+        steps_of = [optimizer.state[parameter]["step"] for parameter, _ in single]
+        numbers = step_numbers(steps_of, group, grad_scale, found_inf)
+        for row, (parameter, weight) in enumerate(single):
             state = optimizer.state[parameter]
-            step_one = step_quantized if has_codes(state) else _step_large
+            step_one = step_quantized if has_codes(state) else _step_by_kernel
             step_one(parameter, weight, state, numbers, row, is_stochastic=is_stochastic)
-        done = {id(parameter) for parameter, _ in alone}
+        done = {id(parameter) for parameter, _ in single}
         pairs = [pair for pair in pairs if id(pair[0]) not in done]
     if not pairs:
         return
@@ -318,28 +317,28 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
             _step_chunks(alike[some], group, salt, grad_scale, found_inf)
 
 
-def _has_kernel(parameter: Any, weight: Any) -> bool:
-    """Returns True if one kernel steps this parameter: a large one on a GPU, with weights or moments in 16 bits."""
-    own, stepped = local(parameter), local(weight)
+def _has_kernel(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> bool:
+    """Returns True if a kernel of its own steps this parameter; depends on its full shape, the same on every rank."""
     return (
-        own.numel() >= MIN_KERNEL_ELEMENTS
-        and own.is_contiguous()
-        and stepped.is_contiguous()
-        and waits_for_memory(own.device)
+        parameter.numel() >= MIN_KERNEL_ELEMENTS
+        and waits_for_memory(parameter.device)
         and has_triton()
+        and all(local(each).is_contiguous() for each in (parameter, weight, state[FIRST], state[SECOND]))
     )
 
 
-def _step_large(
+def _step_by_kernel(
     parameter: Any, weight: Any, state: Mapping[str, Tensor], numbers: StepNumbers, row: int, *, is_stochastic: bool
 ) -> None:
     """Runs the step of a parameter by one kernel; `weight` is the parameter or its master."""
+    if not local(parameter).numel():
+        return  # this rank has no rows
     from trainwright.optim import adamw_kernels  # needs Triton
 
     gradient, moments = own_gradient(parameter), [local(state[key]) for key in (FIRST, SECOND)]
     assert gradient is not None  # parameters without one are left out
     master = None if weight is parameter else local(weight)
-    adamw_kernels.step_whole(local(parameter), master, gradient, moments, numbers, row, is_stochastic=is_stochastic)
+    adamw_kernels.step_by_kernel(local(parameter), master, gradient, moments, numbers, row, is_stochastic=is_stochastic)
 
 
 def _split(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> Iterator[_Chunk]:

@@ -32,7 +32,7 @@ ELEMENTS = 2048
 NUM_WARPS = 4
 
 
-def step_whole(
+def step_by_kernel(
     parameter: Tensor,
     master: Tensor | None,
     gradient: Tensor,
@@ -73,7 +73,7 @@ def step_whole(
     increment_version(written)  # as torch's own in-place operations do: autograd then rejects an outdated weight
 
 
-def step_quantized(
+def step_quantized_by_kernel(
     parameter: Tensor,
     master: Tensor | None,
     gradient: Tensor,
@@ -173,14 +173,14 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     moment1 = moment1 + (grad - moment1) * share1
     moment2 = moment2 * beta2 + grad * grad * share2
     update = moment1 * step_size / (tl.sqrt(moment2) * root + eps)
-    weight = tl.load(master + offset, mask=inside, other=0.0).to(tl.float32) * decay - update
+    weight = tl.load(master + offset, mask=inside, other=0.0).to(tl.float32)
+    weight = weight - weight * decay - update
     if has_master:
         tl.store(master + offset, weight, mask=inside)
     salt_bits = tl.load(salt)
     if is_stochastic:
-        position = (
-            (start % row_size).to(tl.int32) + number
-        ) % row_size  # a remainder of 64 bits for each would take longer
+        # One remainder of 64 bits for the program: one for each element would take longer than its bytes.
+        position = ((start % row_size).to(tl.int32) + number) % row_size
         weight = _rounded(weight, _mixed(weight, position, salt_bits, golden, position_factor, mix_factor))
     tl.store(parameter + offset, weight.to(parameter.dtype.element_ty), mask=inside)
     if rounds_moments:  # without positions, as in adamw.py
@@ -247,7 +247,8 @@ def _eight_bit_adamw_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     moment1 = moment1 + (grad - moment1) * share1
     moment2 = moment2 * beta2 + grad * grad * share2
     update = moment1 * step_size / (tl.sqrt(moment2) * root + eps)
-    weight = tl.load(master + offset, mask=inside, other=0.0).to(tl.float32) * decay - update
+    weight = tl.load(master + offset, mask=inside, other=0.0).to(tl.float32)
+    weight = weight - weight * decay - update
     if has_master:
         tl.store(master + offset, weight, mask=inside)
     if is_stochastic:

@@ -141,7 +141,7 @@ class StepNumbers(NamedTuple):
     """The numbers of one step, on the device: those of the optimizer's group, and one row for each parameter."""
 
     rates: Tensor
-    """[parameters, 4] in fp32: lr / bias correction of the first moment, 1 − lr · weight_decay, 1 / root of the bias
+    """[parameters, 4] in fp32: lr / bias correction of the first moment, lr · weight_decay, 1 / root of the bias
     correction of the second moment, and the factor on gradients."""
     salts: Tensor
     """[parameters] in int32, for stochastic rounding."""
@@ -158,12 +158,14 @@ def step_numbers(
     count = torch.stack(list(steps)).to(torch.float64)
     beta1, beta2 = group["betas"]
     lr = group["lr"]
-    # Not `torch.tensor`, which would copy a number from the host and wait.
-    rate = lr.to(torch.float64) if isinstance(lr, Tensor) else torch.full_like(count[0], lr)
+    if isinstance(lr, Tensor):
+        rate = lr.to(device=count.device, dtype=torch.float64, non_blocking=True).reshape(())
+    else:  # not `torch.tensor`, which would copy a number from the host and wait
+        rate = torch.full_like(count[0], lr)
     factor = torch.ones_like(count) if grad_scale is None else (1.0 / grad_scale.to(torch.float64)).expand_as(count)
     columns = (
         rate / (1.0 - beta1**count),
-        (1.0 - rate * group["weight_decay"]).expand_as(count),
+        (rate * group["weight_decay"]).expand_as(count),
         (1.0 - beta2**count).rsqrt(),
         -factor if group["maximize"] else factor,
     )
@@ -185,11 +187,13 @@ def step_quantized(
         return  # this rank has no rows
     master = None if weight is parameter else local(weight)
     moments = [local(state[key]) for key in (FIRST, SCALES[FIRST], SECOND, SCALES[SECOND])]
-    has_kernel = waits_for_memory(own.device) and has_triton() and own.is_contiguous()
-    if has_kernel and (master is None or master.is_contiguous()):
+    has_kernel = waits_for_memory(own.device) and has_triton()
+    if has_kernel and all(each.is_contiguous() for each in (own, *moments, *([] if master is None else [master]))):
         from trainwright.optim import adamw_kernels  # needs Triton
 
-        adamw_kernels.step_quantized(own, master, gradient, moments, numbers, row, is_stochastic=is_stochastic)
+        adamw_kernels.step_quantized_by_kernel(
+            own, master, gradient, moments, numbers, row, is_stochastic=is_stochastic
+        )
     else:
         _step_in_torch(own, master, gradient, moments, numbers, row, is_stochastic=is_stochastic)
 
@@ -217,7 +221,9 @@ def _step_in_torch(
         second.addcmul_(blocks, blocks, value=1.0 - beta2)
         update = first * step_size / (second.sqrt() * root + numbers.eps)
         stepped = parameter[some] if master is None else master[some]
-        weight = stepped.to(torch.float32) * decay - _unblocked(update, stepped)
+        weight = stepped.to(torch.float32)
+        # In torch's order: 1 - lr · weight_decay would round small decays away.
+        weight = weight - weight * decay - _unblocked(update, stepped)
         new = [*encode_first(first), *encode_second(second, salt)]
         old = [first_codes, first_scales, second_codes, second_scales]
         pairs = [(old[0], _unblocked(new[0], old[0])), (old[1], new[1])]
