@@ -115,6 +115,9 @@ def test_torchs_product_on_a_cpu_is_that_of_the_values(first):
         product = scaled_product(*factors, *scales, dtype, fast=dtype == torch.bfloat16)
         # CPUs add up the products in different orders.
         torch.testing.assert_close(product, expected.to(dtype), rtol=tolerance, atol=1e-5)
+    bias = make_input(48)
+    product = scaled_product(*factors, *scales, torch.bfloat16, bias=bias)
+    torch.testing.assert_close(product, (expected + bias.float()).bfloat16(), rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -208,6 +211,27 @@ def test_layers_that_share_an_input_are_one_product():
             assert 0 < error_of(one, other) < 0.1 or torch.equal(one, other)
         together.layers[1].register_forward_hook(lambda *_: None)
         assert count(together)[1] == number, "a hook must see its layer's input and output"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_bias_is_added_by_the_product(recipe):
+    layer = make_layer(recipe=recipe)
+    with torch.no_grad():
+        layer.bias.copy_(make_input(48).float())
+    value, gradient = make_input(4, 7, 64), make_input(4, 7, 48)
+    without = run(make_layer(recipe=recipe, bias=False), value, gradient)
+    output, value_gradient, weight_gradient, bias_gradient = run(layer, value, gradient)
+    # Rounded once, after the addition: more exact than rounding the product first.
+    added = without[0].float() + layer.bias.detach().bfloat16()
+    torch.testing.assert_close(output.float(), added, rtol=2**-7, atol=2**-7)
+    assert torch.equal(value_gradient, without[1])
+    assert torch.equal(weight_gradient, without[2])
+    torch.testing.assert_close(bias_gradient, gradient.float().sum((0, 1)), rtol=2**-7, atol=1e-3)
+    layer.bias.requires_grad_(False)
+    value = value.requires_grad_()
+    run_forward(layer, value).backward(gradient)
+    assert layer.bias.grad is None
+    assert torch.equal(value.grad, value_gradient)
 
 
 def test_gradients_of_wide_weights_are_products_of_their_own():

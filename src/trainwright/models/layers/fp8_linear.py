@@ -112,26 +112,32 @@ def _fp8_linears(input: Tensor, layers: Sequence[Any]) -> list[Tensor]:
     product = {"tensorwise": _TensorwiseProduct, "rowwise": _RowwiseProduct}[layers[0].fp8_recipe]
     weights = [layer.weight for layer in layers]
     is_trained = any(weight.requires_grad for weight in weights)
-    outputs = product.apply(is_trained, rows, *weights)  # type: ignore[no-untyped-call]
-    shaped = []
-    for layer, output in zip(layers, outputs, strict=True):
-        output = output[:num_rows] if padding else output
-        output = output.reshape(*input.shape[:-1], output.shape[-1])
-        shaped.append(output if layer.bias is None else output + layer.bias.to(output.dtype))
-    return shaped
+    bias = _joined_bias(layers, rows.dtype)
+    outputs = product.apply(is_trained, rows, bias, *weights)  # type: ignore[no-untyped-call]
+    if padding:
+        outputs = [output[:num_rows] for output in outputs]
+    return [output.reshape(*input.shape[:-1], output.shape[-1]) for output in outputs]
+
+
+def _joined_bias(layers: Sequence[Any], dtype: torch.dtype) -> Tensor | None:
+    """Returns the biases as one vector, which the product adds while it writes; zeros for a layer without one."""
+    if all(layer.bias is None for layer in layers):
+        return None
+    parts = [layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias for layer in layers]
+    return _join([part.to(dtype) for part in parts], dim=0)
 
 
 class _TensorwiseProduct(torch.autograd.Function):
     """Multiplies x [M, K] with several weights [N, K], with one scale for x and one for all weights."""
 
     @staticmethod
-    def forward(ctx: Any, is_trained: bool, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Returns one output [M, N] for each weight."""
+    def forward(ctx: Any, is_trained: bool, rows: Tensor, bias: Tensor | None, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Returns one output [M, N] for each weight; `bias` has the elements of all outputs."""
         row_scale = tensor_scale([rows], FORWARD_DTYPE)
         weight_scale = tensor_scale(weights, FORWARD_DTYPE)
         cast_rows = cast(rows, row_scale, FORWARD_DTYPE)
         cast_weights = _join([cast(each, weight_scale, FORWARD_DTYPE) for each in weights], dim=0)
-        output = scaled_product(cast_rows, cast_weights, row_scale, weight_scale, rows.dtype, fast=True)
+        output = scaled_product(cast_rows, cast_weights, row_scale, weight_scale, rows.dtype, bias=bias, fast=True)
         # The weights are saved as they are and cast again: with FSDP a copy of each would be a copy of the whole model.
         kept = [_transposed(cast_rows)] if is_trained else []
         ctx.save_for_backward(row_scale, weight_scale, *weights, *kept)
@@ -140,7 +146,7 @@ class _TensorwiseProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of x and of each weight."""
+        """Returns the gradients of x, of the bias and of each weight."""
         row_scale, weight_scale, *rest = ctx.saved_tensors
         weights, kept = rest[: ctx.num_weights], rest[ctx.num_weights :]
         scale = tensor_scale(gradients, GRADIENT_DTYPE)
@@ -150,8 +156,9 @@ class _TensorwiseProduct(torch.autograd.Function):
             cast_weights = _join([_transposed(cast(each, weight_scale, FORWARD_DTYPE)) for each in weights], dim=1)
             joined, dtype = _join(cast_gradients, dim=1), gradients[0].dtype
             row_gradient = scaled_product(joined, cast_weights, scale, weight_scale, dtype)
+        bias_gradient = _sum_rows(gradients) if ctx.needs_input_grad[2] else None
         if not kept:
-            return (None, row_gradient, *[None] * len(weights))
+            return (None, row_gradient, bias_gradient, *[None] * len(weights))
         transposed = [_transposed(each) for each in cast_gradients]
         dtype = _product_dtype(weights[0])
         if min(each.shape[0] for each in weights) >= _WIDE:
@@ -159,7 +166,8 @@ class _TensorwiseProduct(torch.autograd.Function):
         else:
             gradient = scaled_product(_join(transposed, dim=0), kept[0], scale, row_scale, dtype)
             parts = list(gradient.split_with_sizes([each.shape[0] for each in weights], dim=0))
-        return (None, row_gradient, *(part.to(each.dtype) for part, each in zip(parts, weights, strict=True)))
+        trained = [part.to(each.dtype) for part, each in zip(parts, weights, strict=True)]
+        return (None, row_gradient, bias_gradient, *trained)
 
 
 class _RowwiseProduct(torch.autograd.Function):
@@ -170,8 +178,8 @@ class _RowwiseProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, is_trained: bool, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Returns one output [M, N] for each weight."""
+    def forward(ctx: Any, is_trained: bool, rows: Tensor, bias: Tensor | None, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Returns one output [M, N] for each weight; `bias` has the elements of all outputs."""
         row_scale = scale_along([rows], FORWARD_DTYPE, dim=1)
         weight_scales = [scale_along([each], FORWARD_DTYPE, dim=1) for each in weights]
         cast_weights = [cast(*each, FORWARD_DTYPE) for each in zip(weights, weight_scales, strict=True)]
@@ -181,6 +189,7 @@ class _RowwiseProduct(torch.autograd.Function):
             row_scale,
             _join(weight_scales, dim=0).t(),
             rows.dtype,
+            bias=bias,
             fast=True,
         )
         kept = [rows] if is_trained else []
@@ -190,7 +199,7 @@ class _RowwiseProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of x and of each weight."""
+        """Returns the gradients of x, of the bias and of each weight."""
         saved = ctx.saved_tensors  # once: reading it again would recompute a checkpointed layer again
         weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
         row_gradient = None
@@ -200,10 +209,11 @@ class _RowwiseProduct(torch.autograd.Function):
             weight_scale = scale_along(weights, FORWARD_DTYPE, dim=0)
             cast_weights = _join([_transposed(cast(each, weight_scale, FORWARD_DTYPE)) for each in weights], dim=1)
             row_gradient = scaled_product(joined, cast_weights, scale, weight_scale, gradients[0].dtype)
+        bias_gradient = _sum_rows(gradients) if ctx.needs_input_grad[2] else None
         if not kept:
-            return (None, row_gradient, *[None] * len(weights))
+            return (None, row_gradient, bias_gradient, *[None] * len(weights))
         trained = [(each.t() @ kept[0]).to(weight.dtype) for each, weight in zip(gradients, weights, strict=True)]
-        return (None, row_gradient, *trained)
+        return (None, row_gradient, bias_gradient, *trained)
 
 
 def tensor_scale(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -232,9 +242,16 @@ def cast(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_product(
-    first: Tensor, second: Tensor, scale: Tensor, second_scale: Tensor, dtype: torch.dtype, *, fast: bool = False
+    first: Tensor,
+    second: Tensor,
+    scale: Tensor,
+    second_scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    fast: bool = False,
 ) -> Tensor:
-    """Returns first [M, K] × secondᵀ [K, N] of contiguous fp8 tensors, multiplied by their scales.
+    """Returns first [M, K] × secondᵀ [K, N] of contiguous fp8 tensors, multiplied by their scales, plus a bias [N].
 
     `fast` accumulates with fewer bits on Hopper, as is usual for outputs but not for gradients. On a CPU torch
     multiplies the values in fp32.
@@ -245,10 +262,16 @@ def scaled_product(
         if scale.ndim and not scales_rows(first.device):
             one = torch.ones((), device=first.device)
             product = torch._scaled_mm(first, second.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-            return (product * scale * second_scale).to(dtype)
+            product = product * scale * second_scale
+            return (product if bias is None else product + bias).to(dtype)
         return torch._scaled_mm(
-            first, second.t(), scale_a=scale, scale_b=second_scale, out_dtype=dtype, use_fast_accum=fast
+            first, second.t(), scale_a=scale, scale_b=second_scale, bias=bias, out_dtype=dtype, use_fast_accum=fast
         )
+
+
+def _sum_rows(gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the gradient of the bias: the sums over all rows."""
+    return _join([each.sum(dim=0) for each in gradients], dim=0)
 
 
 def _transposed(tensor: Tensor) -> Tensor:
