@@ -156,7 +156,8 @@ def compare(found: dict[str, Any], counts: dict[str, int], command: str) -> dict
     )
     for name, loss in last.items():
         if name != "bf16":
-            text += f"\n\n{name}: {100 * (loss / last['bf16'] - 1):+.2f} % from bf16 at the end."
+            change = 100 * (loss / last["bf16"] - 1)
+            text += f"\n\n{name} ends {abs(change):.2f} % {'above' if change > 0 else 'below'} bf16."
     difference = last["fp8"] / last["bf16"] - 1 if "fp8" in last else None
     return {"losses": found, "relative_difference": difference, "text": text}
 

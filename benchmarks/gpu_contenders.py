@@ -530,8 +530,7 @@ def main() -> None:
         send(report, event="end", ok=True, **train(job, report))
     except BaseException as error:
         traceback.print_exc()
-        first_line = str(error).partition("\n")[0]
-        send(report, event="end", ok=False, error=f"{type(error).__name__}: {first_line}")
+        send(report, event="end", ok=False, error=f"{type(error).__name__}: {error}"[:2000])
     sys.stderr.flush()
     os._exit(0)  # data loaders, compiler pools and captured graphs take long to shut down
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from data_rounds import table
@@ -44,7 +45,14 @@ class Report:
 
     def note(self, case: str, contender: str, found: Found) -> None:
         entry = self.cases.setdefault(
-            case, {"machine": self._machine, "command": self._command, "tflops": [], "contenders": {}}
+            case,
+            {
+                "machine": self._machine,
+                "command": self._command,
+                "note": CASES[case].note,
+                "tflops": [],
+                "contenders": {},
+            },
         )
         entry["contenders"][contender] = found
 
@@ -75,12 +83,12 @@ class Report:
                 low, high = min(entry["tflops"]), max(entry["tflops"])
                 rate = f"{statistics.median(entry['tflops']):.0f} TFLOP/s ({low:.0f}–{high:.0f})"
                 parts += [f"Large bf16 matrix products between the turns: {rate}."]
-            if case.note:
-                parts += [case.note]
+            if note := entry.get("note", case.note):
+                parts += [note]
             if settings := self._settings(case):
                 parts += [f"Settings of trainwright:\n\n{settings}"]
             if failures := [
-                f"- {each}: {found['error'].strip().splitlines()[0]}"
+                f"- {each}: {shorten(' '.join(found['error'].split()), 300)}"
                 for each, found in entry["contenders"].items()
                 if not found["ok"]
             ]:

@@ -194,6 +194,13 @@ class Gain:
     __hash__ = None
 
 
+class Listed(dict):
+    """A dict whose values are not a view, like those of python-box."""
+
+    def values(self):
+        yield from [self[key] for key in self]
+
+
 class Guarded(Net):
     scales: ClassVar[dict[str, float]] = {"loss": 1.0}
 
@@ -201,7 +208,7 @@ class Guarded(Net):
         super().__init__()
         self.limits, self.names, self.kinds = [1, 2], {"x": 1}, {"a"}
         self.alpha, self.is_fast, self.gain = 1, True, Gain(1.0)
-        self.unset, self.empty = None, {}
+        self.unset, self.empty, self.listed = None, {}, Listed(x=1.0)
         self.done, self.pending = ["a"], ["b", "c"]
         self.register_buffer("scalar", torch.ones(()))
 
@@ -225,6 +232,7 @@ CHANGES = {
     "Guarded.names.x": lambda trainer, model: model.names.update(x=2),
     "Guarded.names.y": lambda trainer, model: model.names.update(y=1),
     "Guarded.names.z": lambda trainer, model: model.names.update(z=model.names.pop("x")),
+    "Guarded.listed.x": lambda trainer, model: model.listed.update(x=2.0),
     "Guarded.done[1]": lambda trainer, model: model.done.append(model.pending.pop(0)),
     "Guarded.kinds[1]": lambda trainer, model: model.kinds.add("b"),
     "Guarded.empty.x": lambda trainer, model: model.empty.update(x=1),

@@ -392,6 +392,21 @@ def test_what_a_replay_would_not_repeat_is_rejected_by_name(tmp_path, model, wor
         train(tmp_path, "graph", Own)
 
 
+@pytest.mark.parametrize("schedule", [{"type": "constant"}, None], ids=["constant", "none"])
+def test_a_step_that_writes_a_rate_in_place_is_rejected(tmp_path, schedule):
+    """A replay would repeat the write, but neither the schedule nor the log would see it."""
+
+    class Own(Base):
+        def train_step(self, batch):
+            result = super().train_step(batch)
+            for group in self.optimizers["main"].param_groups:
+                group["lr"] *= 0.5
+            return result
+
+    with raises(TrainwrightError, "param_groups[0]['lr']"):
+        train(tmp_path, "graph", Own, trainer={"schedule": schedule})
+
+
 def test_metrics_that_are_no_tensors_are_warned_of(tmp_path, caplog):
     class Plain(Base):
         def forward(self, **batch):
@@ -418,6 +433,6 @@ def test_ranks_that_exchange_their_shapes_are_another_combination():
     """A third rank, whose own shape stays, must not replay while those two capture."""
     short, long = ("input_ids", (4, 128)), ("input_ids", (4, 256))
     for salt in range(200):
-        one, other = ({salt: number_of(each, salt=salt) for salt in (salt, salt + 1)} for each in (short, long))
-        assert one[salt] + other[salt + 1] != other[salt] + one[salt + 1]
+        before = number_of(short, salt=salt) + number_of(long, salt=salt + 1)
+        assert before != number_of(long, salt=salt) + number_of(short, salt=salt + 1)
     assert number_of(short, salt=1) == number_of(short, salt=1) < 2**48

@@ -88,9 +88,24 @@ WIDE = {
 }
 
 
+@pytest.fixture
+def kernel_steps(monkeypatch):
+    """Counts the parameters that a kernel of their own has stepped."""
+    from trainwright.optim import adamw_kernels  # needs Triton
+
+    steps, step = [], adamw_kernels.step_by_kernel
+
+    def counted(parameter, *arguments, **options):
+        steps.append(parameter.shape)
+        step(parameter, *arguments, **options)
+
+    monkeypatch.setattr(adamw_kernels, "step_by_kernel", counted)
+    return steps
+
+
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
 @pytest.mark.parametrize("name", WIDE)
-def test_one_kernel_computes_what_passes_of_torch_do(monkeypatch, name, maximize):
+def test_one_kernel_computes_what_passes_of_torch_do(monkeypatch, kernel_steps, name, maximize):
     dtype, settings = WIDE[name]
     weights, others = on_device(dtype, LARGE), on_device(dtype, LARGE)
     by_kernel, in_torch = (
@@ -107,6 +122,7 @@ def test_one_kernel_computes_what_passes_of_torch_do(monkeypatch, name, maximize
         with monkeypatch.context() as patch:
             patch.setattr(adamw, "has_triton", lambda: False)
             drive(in_torch, others, [step])
+        assert len(kernel_steps) == 2 * (number + 1)
         for weight, other in zip(weights, others, strict=True):
             ours, theirs = by_kernel.state[weight], in_torch.state[other]
             assert ours.keys() == theirs.keys()
@@ -124,7 +140,7 @@ def test_one_kernel_computes_what_passes_of_torch_do(monkeypatch, name, maximize
 
 
 def exact_step(optimizer, weights):
-    """A step whose values in fp32 have no rounding error: weights of 0.75 times theirs, moments of half of theirs."""
+    """Runs a step without a gradient from given moments; its products are exact in fp32."""
     for weight in weights:
         state = optimizer.state[weight]
         state["step"] = torch.zeros((), device=DEVICE)
@@ -136,7 +152,7 @@ def exact_step(optimizer, weights):
 
 
 @pytest.mark.parametrize("name", ["weights", "moments"])
-def test_one_kernel_rounds_with_the_noise_of_plain_torch(monkeypatch, name):
+def test_one_kernel_rounds_with_the_noise_of_plain_torch(monkeypatch, kernel_steps, name):
     shapes = ((1024, 1100), (3, 2**19 + 7))  # the rows begin anywhere in the range of a program
     found = []
     for has_triton in (True, False):
@@ -155,6 +171,7 @@ def test_one_kernel_rounds_with_the_noise_of_plain_torch(monkeypatch, name):
             exact_step(optimizer, weights)
             found.append([optimizer.state[weight]["exp_avg"] for weight in weights])
             exact = None
+    assert len(kernel_steps) == 2
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
     if exact is not None:
@@ -165,7 +182,7 @@ def test_one_kernel_rounds_with_the_noise_of_plain_torch(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", WIDE)
-def test_one_kernel_divides_gradients_and_reads_any_layout(name):
+def test_one_kernel_divides_gradients_and_reads_any_layout(kernel_steps, name):
     dtype, settings = WIDE[name]
     weights, others = on_device(dtype, LARGE), on_device(dtype, LARGE)
     scaled, plain = (AdamW(each, lr=0.01, **settings) for each in (weights, others))
@@ -174,6 +191,7 @@ def test_one_kernel_divides_gradients_and_reads_any_layout(name):
     scaled.grad_scale = torch.full((), 4.0, device=DEVICE)
     drive(scaled, weights, [[4.0 * each for each in gradients[0]]])
     drive(plain, others, [[each.contiguous() for each in gradients[0]]])
+    assert len(kernel_steps) == 4
     assert all_equal(weights, others)
 
 

@@ -54,14 +54,14 @@ class CudaGraph:
         try:
             # Data threads may pin memory at the same time: only calls of this thread are checked.
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._outputs = [each.detach() for each in run(views)]
-                self._packed = pack_scalars(self._outputs)
+                outputs = [each.detach() for each in run(views)]
+                self._packed = pack_scalars(outputs)
         except BaseException:
             # A failed capture leaves the generator in capture mode, in which it draws no numbers outside of a graph.
             generator.graphsafe_set_state(before)
             del self._graph  # the traceback references this object, and NCCL cannot close a group that a graph uses
             raise
-        warn_of_constants(self._outputs, stream.device)
+        warn_of_constants(outputs, stream.device)
         # Each graph writes its own gradients, and the optimizers after a replay read those of the parameters.
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
 
@@ -80,7 +80,7 @@ class CudaGraph:
 
 
 def pack_scalars(tensors: Sequence[Tensor]) -> list[tuple[Tensor, list[int]]]:
-    """Returns the tensors with their indices, those without dims stacked by dtype: to copy one takes several µs."""
+    """Returns the tensors with their indices; 0-dim ones are stacked by dtype, because each copy costs several µs."""
     groups: dict[Any, list[int]] = {}
     for index, each in enumerate(tensors):
         groups.setdefault(index if each.dim() else (each.dtype, each.device), []).append(index)

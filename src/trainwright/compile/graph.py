@@ -496,7 +496,7 @@ def number_of(signature: Hashable, *, salt: int) -> int:
     """Returns 48 bits for the signature of a rank's batch, whose sum over thousands of ranks has fewer than 64 bits.
 
     Each rank has its own `salt`: if two ranks exchange their shapes, the sum changes for all ranks. Python's hash of a
-    tuple is nearly linear: of a tuple with the salt every third exchange would leave the sum as it is.
+    tuple is nearly linear: with `hash((salt, signature))` a third of such exchanges would leave the sum unchanged.
     """
     return mix_seed(salt, hash(signature)) & (2**48 - 1)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.errors import TrainwrightError
-from trainwright.optim.device_step import has_step_hooks
+from trainwright.optim.device_step import has_step_hooks, rate_stamp
 from trainwright.parallel.mesh import is_split, local
 from trainwright.user_code.locations import is_user_code
 from trainwright.user_code.mutations import line_of_change
@@ -73,8 +73,8 @@ class GuardedObjects:
 class Fingerprint:
     """The guarded values as they are now.
 
-    `changes` costs about 1 µs per module while nothing has changed: objects are compared by identity first, in C and
-    without collecting them.
+    `changes` costs about 1 µs per module while nothing has changed: objects are first compared by identity, through
+    views of their containers.
     """
 
     def __init__(self, objects: GuardedObjects) -> None:
@@ -131,10 +131,10 @@ class Fingerprint:
         """Prepares `_is_unchanged`: collects views of all that `_read` reads. Most tables of a module are empty."""
         objects = self._objects
         self._attributes = frozenset(vars(objects.trainer))
-        self._own_names = [name for name in vars(objects.trainer) if name not in objects.own_attributes]
-        self._sources: list[Collection[Any]] = [table.values() for _, table in self._tables]
+        self._user_attributes = [name for name in vars(objects.trainer) if name not in objects.own_attributes]
+        self._sources: list[Collection[Any]] = [_values_of(table) for _, table in self._tables]
         self._sources += [row for _, row in self._rows]
-        self._sources += [table.keys() for table in self._dicts]
+        self._sources += [dict.keys(table) for table in self._dicts]
         for optimizer in objects.optimizers.values():
             groups, states = optimizer.param_groups, optimizer.state.values()
             self._sources += (groups, states, *(each.values() for each in (*groups, *states)))
@@ -156,7 +156,7 @@ class Fingerprint:
         objects = self._objects
         trainer = objects.trainer
         values = [trainer.model, trainer.task, *objects.settings().values()]
-        values += [vars(trainer).get(name, ABSENT) for name in self._own_names]
+        values += [vars(trainer).get(name, ABSENT) for name in self._user_attributes]
         for optimizer in objects.optimizers.values():
             values += (optimizer.param_groups, optimizer.state, has_step_hooks(optimizer))
         return values
@@ -166,7 +166,7 @@ class Fingerprint:
         objects = self._objects
         values = [objects.trainer.model, objects.trainer.task, *objects.settings().values()]
         for _, table in self._tables:
-            values += table.values()
+            values += _values_of(table)
         for _, row in self._rows:
             values += row
         own = objects.own_attributes
@@ -248,10 +248,15 @@ class Fingerprint:
         if isinstance(value, dict | list | set | deque):
             if len(value) <= _MAX_ENTRIES:
                 if isinstance(value, dict):
-                    self._dicts.append(value)  # user code may rename a key; attributes are seldom renamed
+                    self._dicts.append(value)  # compare keys too: renaming a key keeps the values
                 (self._tables if isinstance(value, dict) else self._rows).append((label, value))  # type: ignore[arg-type]
         elif _is_user_object(value):
             self._tables.append((label, vars(value)))
+
+
+def _values_of(table: Mapping[Any, Any]) -> Collection[Any]:
+    """Returns a live view of the values: the `values` of a subclass of dict may return a list or a generator."""
+    return dict.values(table) if isinstance(table, dict) else table.values()
 
 
 def _is_user_object(value: Any) -> bool:
@@ -321,6 +326,7 @@ class MutationGuard:
             if isinstance(value, np.random.Generator | np.random.RandomState | random.Random)
         }
         self._states = self._generator_states()
+        self._rates = self._rate_stamps()
 
     def reject_changes(self) -> list[Change]:
         """Raises if the step has replaced or counted something, which a replay would not repeat.
@@ -331,6 +337,13 @@ class MutationGuard:
         for change in changes:
             if not change.is_state:
                 reject_change(change, self._objects)
+        rates = self._rate_stamps()
+        written = next((name for name, stamp in self._rates.items() if rates[name] != stamp), None)
+        if written is not None:
+            raise TrainwrightError(
+                f"runtime.mode graph: the step writes {written} in place. Each replay would repeat the write, but the "
+                "log and the schedule would not see it. Use a schedule, or write the rate in a hook."
+            )
         now = self._generator_states()
         drawn = next((name for name, state in self._states.items() if now[name] != state), None)
         if drawn is not None:
@@ -339,6 +352,14 @@ class MutationGuard:
                 "Draw with torch, or in the dataset."
             )
         return changes
+
+    def _rate_stamps(self) -> dict[str, Any]:
+        """Returns what changes when a learning rate is written, which is a tensor that a step could write in place."""
+        return {
+            f"optimizer {label}.param_groups[{number}]['lr']": rate_stamp(group["lr"])
+            for label, optimizer in self._objects.optimizers.items()
+            for number, group in enumerate(optimizer.param_groups)
+        }
 
     def _generator_states(self) -> dict[str, Any]:
         """Returns the states of the generators that a replay does not advance."""

@@ -129,7 +129,7 @@ class RunFacts:
     fastest_precision: str = "fp32"
     """The precision that `runtime.precision: auto` selects on the device."""
     supports_fp8: bool = False
-    """True if the device multiplies in fp8, the mesh allows it, and layers of the model are wide enough to gain."""
+    """True if a bf16 run could be fp8: the device and the mesh allow it, and layers are wide enough to gain."""
     tf32: bool = True
     can_capture: bool = True
     """True if mode graph supports the precision and the mesh of the run."""

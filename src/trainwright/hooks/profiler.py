@@ -557,7 +557,8 @@ class Profiler(Hook):
             is_on_gpu=is_on_gpu,
             precision=runtime.precision,
             fastest_precision=backend.choose_precision(),
-            supports_fp8=backend.supports_precision("fp8")
+            supports_fp8=runtime.precision == "bf16"
+            and backend.supports_precision("fp8")
             and mesh.size("tensor") == 1
             and gains_from_fp8(trainer.model),
             tf32=runtime.tf32,

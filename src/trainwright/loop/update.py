@@ -207,7 +207,8 @@ class ScheduledOptimizer:
             self._note_rates()
             return self._own_rate()
         factor = self.schedule(step, max_steps)
-        # On a GPU each write is a kernel; a constant schedule needs none. A write through `.data` is not noticed here.
+        # On a GPU each write is a kernel; a constant schedule needs none. Writes that torch does not count, through
+        # `.data` or in a replay, are not noticed: compile/guards.py rejects steps that write a rate.
         if factor != self._factor or not are_as_written:
             for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
                 set_learning_rate(group, base * factor)
@@ -234,7 +235,7 @@ class ScheduledOptimizer:
 
     def is_overwritten(self) -> bool:
         """Returns True if a rate is not the one that the schedule wrote. Reads no value from the device."""
-        if self._written is None or self._stamps() == self._written:
+        if self._written is None:
             return False
         for group, stamp in zip(self.optimizer.param_groups, self._written, strict=False):
             # Graph mode replaces numbers by tensors.

@@ -22,10 +22,10 @@ from trainwright.models.names import names_module, unmatched
 SMALLEST_GAIN = 1000
 """The smallest N·K / (N + K) of a layer from K to N values that is fp8 by default; a square layer of width 2000.
 
-Per token, fp8 saves time on 6·N·K operations, and its casts cost bytes for each of the N + K values. With six bytes 400
-would be enough, but the compiler repeats costly functions, such as GELU, in the kernels of casts. On an H200 the layers
-of TinyLlama (1,024 and more) shorten a step by a fifth, and those of GPT-2 small (up to 614) lengthen it by 4 %
-(benchmarks/results/gpu.md)."""
+Per token, fp8 saves time on 6·N·K operations, and its casts move about six bytes for each of the N + K values. By that
+count 400 would be enough, but the compiler also recomputes expensive functions such as GELU in the casting kernels. On
+an H200, fp8 shortens a step of TinyLlama (values of 1,024 and more) by a fifth and lengthens one of GPT-2 small (values
+up to 614) by 4 % (benchmarks/results/gpu.md)."""
 
 _MOST_SHOWN = 4
 _PLAIN = {nn.Linear: Fp8Linear, LoRALinear: Fp8LoRALinear}
@@ -77,25 +77,20 @@ def use_fp8(
 
 def gains_from_fp8(model: nn.Module) -> bool:
     """Returns True if a layer of the model would train in fp8 by default."""
-    try:
-        choose_layers(model)
-    except ConfigError:
-        return False
-    return True
+    linear = _linear_layers(model)
+    return any(not reason and not _why_impossible(linear[name]) for name, reason in _defaults(model, linear))
 
 
 def choose_layers(
     model: nn.Module,
     *,
-    recipe: Recipe = "tensorwise",
-    match: Sequence[str] | None = None,
-    skip: Sequence[str] = (),
-    origin: Callable[[str], object | None] = lambda name: None,
+    recipe: Recipe,
+    match: Sequence[str] | None,
+    skip: Sequence[str],
+    origin: Callable[[str], object | None],
 ) -> Fp8Layers:
     """Returns what `use_fp8` would change."""
-    linear = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) or is_conv1d(module)
-    }
+    linear = _linear_layers(model)
     for label, globs in (("runtime.fp8.match", match or ()), ("runtime.fp8.skip", skip)):
         for glob in globs:
             if not any(names_module(glob, name) for name in linear):
@@ -133,6 +128,11 @@ def choose_layers(
     return layers
 
 
+def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    modules = model.named_modules()
+    return {name: module for name, module in modules if isinstance(module, nn.Linear) or is_conv1d(module)}
+
+
 def _why_impossible(layer: nn.Module) -> str:
     if is_conv1d(layer):
         return "a Conv1D of transformers (the model type gpt2 has the same weights in linear layers)"
@@ -147,13 +147,22 @@ def _why_impossible(layer: nn.Module) -> str:
 def _defaults(model: nn.Module, linear: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
     """Yields the name of each layer with the reason why it is not fp8 by default, or an empty string if it is."""
     inside, outer = _blocks(model, linear)
+    # Layers of one module with the same number of inputs usually read the same tensor (queries, keys and values; gate
+    # and up), so their outputs are added.
+    widths_out: dict[tuple[str, int], int] = defaultdict(int)
     for name, layer in linear.items():
+        if isinstance(layer, nn.Linear):
+            widths_out[name.rpartition(".")[0], layer.in_features] += layer.out_features
+    for name, layer in linear.items():
+        width_in = layer.in_features if isinstance(layer, nn.Linear) else 0
+        width_out = widths_out[name.rpartition(".")[0], width_in]
         if name not in inside:
             yield name, "outside of the blocks"
         elif name in outer:
             yield name, "in the first or last block"
         else:
-            yield name, "" if _gains(name, layer, linear) else "too small to gain"
+            has_gain = width_in * width_out >= SMALLEST_GAIN * (width_in + width_out)
+            yield name, "" if has_gain else "too small to gain"
 
 
 def _blocks(model: nn.Module, linear: Mapping[str, nn.Module]) -> tuple[set[str], set[str]]:
@@ -180,22 +189,6 @@ def _blocks(model: nn.Module, linear: Mapping[str, nn.Module]) -> tuple[set[str]
 
     visit("", model)
     return inside, outer
-
-
-def _gains(name: str, layer: Any, linear: Mapping[str, Any]) -> bool:
-    """Returns True if the products of a layer save more time than its casts cost.
-
-    Layers of one module with the same number of inputs usually read the same tensor (queries, keys and values; gate
-    and up), so their outputs are added.
-    """
-    parent = name.rpartition(".")[0]
-    width_in = layer.in_features if isinstance(layer, nn.Linear) else 0
-    width_out = sum(
-        each.out_features
-        for other, each in linear.items()
-        if other.rpartition(".")[0] == parent and isinstance(each, nn.Linear) and each.in_features == width_in
-    )
-    return width_in * width_out >= SMALLEST_GAIN * (width_in + width_out)
 
 
 def _listed(names: Sequence[str]) -> str:

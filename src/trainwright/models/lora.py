@@ -62,7 +62,7 @@ class LoRALinear(nn.Linear):
 def add_adapters(input: Tensor, layers: Sequence[LoRALinear], outputs: Sequence[Tensor]) -> list[Tensor]:
     """Returns the outputs of layers with the same input, each with its adapter's product added.
 
-    The input is multiplied with the first matrices of all adapters at once: it is read once, and so is its gradient.
+    The first matrices of all adapters are one product, so that the input is read once and its gradient written once.
     """
     first = layers[0].lora_a if len(layers) == 1 else torch.cat([layer.lora_a for layer in layers])
     inner = F.linear(input.to(first.dtype), first).split_with_sizes([layer.lora_rank for layer in layers], dim=-1)

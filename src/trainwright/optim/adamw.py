@@ -62,7 +62,7 @@ OWN_DEFAULTS: Mapping[str, Any] = {
 WHOLE_SETTINGS = ("state", "state_dtype", "master_weights")
 """The settings of the whole optimizer, which a group cannot change."""
 MIN_KERNEL_ELEMENTS = 2**20
-"""Smaller parameters are stepped together by torch's kernel: a launch for each would take the host longer."""
+"""Smaller parameters are stepped together by torch's kernel: launching one for each would cost more host time."""
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # torch wraps a class's step() in profiling and hooks when its first object is created. Calling super().step() would
@@ -318,7 +318,7 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
 
 
 def _has_kernel(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> bool:
-    """Returns True if a kernel of its own steps this parameter; depends on its full shape, the same on every rank."""
+    """Returns True if a kernel of its own steps this parameter. The size that counts is that of the full tensor."""
     return (
         parameter.numel() >= MIN_KERNEL_ELEMENTS
         and waits_for_memory(parameter.device)
@@ -346,7 +346,7 @@ def _split(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> Iterator
     assert gradient is not None  # parameters without one are left out
     own = local(parameter)
     stepped = own if weight is parameter else local(weight)
-    tensors = (own, stepped, gradient, local(state["exp_avg"]), local(state["exp_avg_sq"]))
+    tensors = (own, stepped, gradient, local(state[FIRST]), local(state[SECOND]))
     if not all(tensor.is_contiguous() for tensor in tensors):
         yield _Chunk(*tensors, step, own, 0)
         return

@@ -1,4 +1,4 @@
-"""The step of AdamW as one kernel for a GPU, in Triton: with moments in 8 bits, and with 16-bit weights.
+"""The step of AdamW as one kernel for a GPU, in Triton: for moments in 8 bits, and for weights or moments in 16 bits.
 
 Each element is read and written once, with clipping, the skip and the rounding of weights and moments:
 
@@ -43,7 +43,7 @@ def step_by_kernel(
     is_stochastic: bool,
 ) -> None:
     """Steps one contiguous parameter, its master if it has one, and both moments in place."""
-    row_size = parameter[0].numel() if parameter.ndim > 1 else parameter.numel()
+    row_size = parameter.shape[1:].numel() if parameter.ndim > 1 else parameter.numel()
     written = [parameter, *moments] if master is None else [parameter, master, *moments]
     with torch.cuda.device(parameter.device):  # Triton launches on the current device
         _adamw_kernel[(triton.cdiv(parameter.numel(), ELEMENTS),)](

@@ -69,8 +69,8 @@ class Fp8LoRALinear(LoRALinear):
 def linears(input: Tensor, *layers: nn.Module) -> list[Tensor]:
     """Returns the outputs of layers that read the same input.
 
-    Layers in fp8 are computed as one product: the input is cast once, and the product also adds up its gradients. So
-    are the first matrices of adapters without dropout.
+    Layers in fp8 are computed as one product: the input is cast once, and the product also adds up its gradients. The
+    first matrices of adapters without dropout are one product as well.
     """
     alike: list[Any] = list(layers)
     kind = type(alike[0])
