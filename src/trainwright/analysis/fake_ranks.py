@@ -396,7 +396,7 @@ class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._last_read: tuple[int, int] | None = None
         self._num_equal_reads = 0
 
@@ -421,7 +421,6 @@ class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-
     def _is_repeated(self, frame: FrameType) -> bool:
         """Returns True if one line of one call has read many values, and then counts from the start."""
         place = id(frame), frame.f_lineno  # not the frame itself, which would keep its tensors
@@ -431,7 +430,7 @@ class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _read_ones() -> AbstractContextManager[Any]:
-    return cast(AbstractContextManager[Any], _ReadOnes())  # type: ignore[no-untyped-call]
+    return cast(AbstractContextManager[Any], _ReadOnes())
 
 
 @contextmanager
