@@ -52,6 +52,7 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "huggingface": "trainwright.data.sources.huggingface:huggingface",
         "mix": "trainwright.data.mix:mix",
         "pack": "trainwright.data.pack:pack",
+        "chat": "trainwright.data.sources.chat:chat",
     },
     "collator": {
         "stack": "trainwright.data.collators.stack:Stack",
