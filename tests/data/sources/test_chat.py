@@ -115,7 +115,7 @@ def test_the_log_counts_what_is_dropped_and_cut(folder, caplog):
     len(open_chats("chats.jsonl", tokenizer="base", max_length=30, project_dir=folder))
     check_message(caplog.messages[-1], 4, "dropped 1", "shortened 1", "trained")
     list(open_chats("chats.jsonl", tokenizer="base", streaming=True, project_dir=folder))
-    check_message(caplog.messages[-1], "dropped 1")
+    check_message(caplog.messages[-1], "dropped 1", "stream")
 
 
 def test_rows_that_are_all_dropped_raise(folder):

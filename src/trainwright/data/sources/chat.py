@@ -170,7 +170,10 @@ class RowRenderer:
         rendered = self.render(row)
         if rendered is None:
             if self.counts.dropped in (1, 10, 100) or self.counts.dropped % 1000 == 0:
-                logger.warning("chat: %s", self.counts)
+                logger.warning(
+                    "chat: dropped %d of %d rows of a stream so far, which have no token to train.",
+                    self.counts.dropped, self.counts.rows,
+                )  # fmt: skip
             return None
         ids, is_trained = np.array(rendered.ids, np.int64), np.array(rendered.is_trained, np.bool_)
         return to_sample(ids, is_trained)
@@ -241,9 +244,16 @@ class RowCounts:
         self.dropped += not is_kept
         self.cut += is_cut and is_kept
 
-    def __str__(self) -> str:
+    def describe(self, source: Any) -> str:
+        """Returns the counts as text; `source` is what the rows were read from."""
+        path = getattr(source, "path", None)
+        name = (
+            type(source).__name__
+            if path is None
+            else ", ".join(map(str, [path] if isinstance(path, str | Path) else path))
+        )
         shortened = f", shortened {self.cut:,} to max_length" if self.cut else ""
-        return f"read {self.rows:,} rows, dropped {self.dropped:,} without a token to train{shortened}"
+        return f"{self.rows:,} rows of {name:.200}, dropped {self.dropped:,} without a token to train{shortened}"
 
 
 def to_sample(ids: npt.NDArray[np.int64], is_trained: npt.NDArray[np.bool_]) -> dict[str, Tensor]:
@@ -306,15 +316,16 @@ class ChatRows(Dataset[dict[str, Tensor]]):
         counts = self.renderer.counts
         if len(ids) == 1:
             raise DataError(
-                f"chat: {counts}. Check train_on ({self.renderer.train_on}), max_length "
+                f"chat: {counts.describe(self.source)}. Check train_on ({self.renderer.train_on}), max_length "
                 f"({self.renderer.max_length}), and that the rows have turns of the assistant."
             )
         self._tokens = _Tokens(np.concatenate(ids), np.concatenate(is_trained), np.cumsum([len(each) for each in ids]))
         share = 100 * float(self._tokens.is_trained.mean())
         level = logging.WARNING if counts.dropped else logging.INFO
         logger.log(
-            level, "chat: %s; %s tokens, of which %.1f %% are trained.", counts, f"{len(self._tokens.ids):,}", share
-        )
+            level, "chat: %s; %s tokens, of which %.1f %% are trained.",
+            counts.describe(self.source), f"{len(self._tokens.ids):,}", share,
+        )  # fmt: skip
         return self._tokens
 
     def _render_rows(self) -> Iterator[RenderedChat]:
