@@ -245,6 +245,16 @@ def test_the_page_on_security_works(reader):
             assert reader.exit_code == 0, reader.shown
 
 
+def test_the_page_on_post_training_works_and_its_model_answers(reader):
+    pytest.importorskip("transformers")
+    for block in blocks_of((DOCS / "post_training.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    for run in ("packed", "stream"):
+        assert losses_of(run)[-1] < losses_of(run)[0]
+
+
 class ChildReader(Reader):
     """A reader whose commands run in children: a tracker leaves threads and processes."""
 
