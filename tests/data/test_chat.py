@@ -161,6 +161,31 @@ def test_a_template_that_drops_reasoning_is_rejected_unless_the_last_turn_is_tra
     assert len(trained_text(render_chat(chat("a", "b", "c", "d"), tokenizer), tokenizer)) == 2
 
 
+def test_a_turn_whose_borders_are_unknown_is_rejected(tokenizers):
+    template = (
+        "{% for message in messages %}{{ '[' + message.role + ']' + message.content + 'END' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]BEGIN' }}{% endif %}"
+    )
+    begins_reasoning = template.replace("END", "<end>").replace("BEGIN", "<think>")
+    with raises(DataError, "messages[1]", "<think>", "reasoning", "generation"):
+        render_chat(chat("a", "b"), tokenizers["none"], chat_template=begins_reasoning)
+    without_end = template.replace("END", "").replace("BEGIN", "")
+    with raises(DataError, "messages[1]", "end", "generation"):
+        render_chat(chat("a", "b"), tokenizers["none"], chat_template=without_end)
+
+
+@pytest.mark.parametrize("filter_", ["| tojson", ""])
+def test_a_template_receives_arguments_of_tool_calls_as_it_needs_them(filter_, tokenizers):
+    template = (
+        "{% for message in messages %}{{ message.role + ':' + (message.content or '') }}"
+        "{% for call in message.tool_calls %}{{ call.function.name + '(' + call.function.arguments FILTER + ')' }}"
+        "{% endfor %}{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    ).replace("FILTER", filter_)
+    messages = [*chat("a"), {"role": "assistant", "tool_calls": [CALL]}]
+    rendered = render_chat(messages, tokenizers["none"], chat_template=template)
+    assert trained_text(rendered, tokenizers["none"]) == ['add({"a": 1, "b": 2})<|im_end|>']
+
+
 def test_another_template_replaces_the_tokenizers(tokenizers):
     messages = chat("the cat", "<think>sat</think>on", "the mat", "the dog")
     replaced = render_chat(messages, tokenizers["reasoning"], chat_template=CHATML)

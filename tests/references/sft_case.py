@@ -36,7 +36,23 @@ def make_rows(size=NUM_ROWS):
     return rows
 
 
-def make_folder(folder):
+def make_completions(size=4):
+    """Returns prompts with their completions, as text and as messages."""
+    draw = random.Random(SEED)
+    pairs = [[" ".join(draw.choices(_WORDS, k=draw.randint(1, 6))) for _ in range(2)] for _ in range(size)]
+    return {
+        "text": [{"prompt": prompt, "completion": f" {completion}"} for prompt, completion in pairs],
+        "messages": [
+            {
+                "prompt": [{"role": "user", "content": prompt}],
+                "completion": [{"role": "assistant", "content": completion}],
+            }
+            for prompt, completion in pairs
+        ],
+    }
+
+
+def make_folder(folder, template=MARKED_TEMPLATE):
     """Writes a tiny Llama of transformers with random weights, and a tokenizer with generation markers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,5 +76,5 @@ def make_folder(folder):
             drawn = torch.from_numpy(generator.normal(size=tuple(parameter.shape)))
             parameter.copy_(1 + 0.1 * drawn if "norm" in name else 0.1 * drawn)
     model.save_pretrained(Path(folder))
-    make_tokenizer_folder(Path(folder), MARKED_TEMPLATE)
+    make_tokenizer_folder(Path(folder), template)
     return Path(folder)

@@ -12,6 +12,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from tests.data.chats import PREFIX_TEMPLATE
 from tests.references import sft_case as case
 from trl import SFTConfig, SFTTrainer
 
@@ -52,6 +53,18 @@ def train(folder, **settings):
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+def prepare(folder, rows):
+    """Returns the tokens and labels of prompts with completions."""
+    arguments = SFTConfig(output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=True, bf16=False, max_length=None)
+    trainer = SFTTrainer(
+        model=transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    return [{name: row[name] for name in ("input_ids", "labels")} for row in trainer.train_dataset]
+
+
 def main():
     folder = case.make_folder(tempfile.mkdtemp())
     losses = {
@@ -71,8 +84,12 @@ def main():
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "losses": losses,
+        "completions": {
+            kind: prepare(case.make_folder(tempfile.mkdtemp(), PREFIX_TEMPLATE), rows)
+            for kind, rows in case.make_completions().items()
+        },
     }
-    Path(__file__).with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    Path(__file__).with_suffix(".json").write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.data.chats import PREFIX_TEMPLATE, make_tokenizer_folder
 from tests.references import sft_case as case
 
 from trainwright import RunConfig, build_trainer
+from trainwright.data.sources.chat import chat
 
-REFERENCE = json.loads((Path(__file__).parents[1] / "references" / "trl_sft.json").read_text())["losses"]
+RECORDED = json.loads((Path(__file__).parents[1] / "references" / "trl_sft.json").read_text())
+REFERENCE = RECORDED["losses"]
 
 MODELS = {
     "shipped": {"type": "llama"},
@@ -85,3 +88,11 @@ def test_packed_chats_have_the_losses_of_trl(model, micro_batch_size, folder):
         },
     )
     assert losses == pytest.approx(REFERENCE["packed"], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_prompts_with_completions_have_the_labels_of_trl(kind, tmp_path):
+    make_tokenizer_folder(tmp_path / "base", PREFIX_TEMPLATE)
+    dataset = chat(source=case.make_completions()[kind], tokenizer="base", project_dir=tmp_path)
+    samples = [{name: values.tolist() for name, values in sample.items()} for sample in dataset]
+    assert samples == RECORDED["completions"][kind]

@@ -283,7 +283,7 @@ def render_chat(
     `num_prompt` messages are not trained, except with all. A turn includes the token that ends it. The turns are those
     that the template marks with {% generation %}, else the text between the prompt for a turn and the conversation up
     to its end. If that text is not a part of the conversation, because the template drops earlier reasoning for
-    example, this raises DataError. `chat_template` replaces the tokenizer's template.
+    example, or if nothing ends it, this raises DataError. `chat_template` replaces the tokenizer's template.
     """
     check_train_on(train_on)
     template = _Template.of(tokenizer, tools, chat_template)
@@ -357,7 +357,6 @@ class _Template:
             raise DataError("the row has tool calls, which ChatML cannot describe. Set chat_template.")
         arguments: dict[str, Any] = {
             **self.special_tokens,
-            "conversations": [list(messages)],
             "tools": None if self.tools is None else list(self.tools),
             "chat_template": self.text,
             "return_assistant_tokens_mask": self.has_markers,
@@ -365,13 +364,29 @@ class _Template:
         }
         render: Any = render_jinja_template  # annotated as a function that returns one text
         try:
-            [text], ranges = render(**arguments)
+            try:
+                [text], ranges = render(conversations=[list(messages)], **arguments)
+            except TypeError:  # some templates need the arguments of tool calls as JSON, most as a mapping
+                [text], ranges = render(conversations=[[_with_json_arguments(each) for each in messages]], **arguments)
         except Exception as error:  # Jinja's errors, those of the template itself, and of Python in expressions
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
                 f"the chat template cannot render the messages {roles}: {type(error).__name__}: {error}"
             ) from error
         return text, ([(int(start), int(end)) for start, end in ranges[0]] if self.has_markers else [])
+
+
+def _with_json_arguments(message: Message) -> Message:
+    """Returns a message whose tool calls have their arguments as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    calls = [
+        {**call, "function": {**function, "arguments": text}}
+        for call, function, text in zip(message["tool_calls"], functions, texts, strict=True)
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _count_marked(template: _Template, messages: Sequence[Message], first: int, marked: Sequence[Range]) -> int:
@@ -396,12 +411,24 @@ def _find_turn(template: _Template, messages: Sequence[Message], number: int, te
         )
     before, _ = template.render(messages[:number], add_generation_prompt=True)
     after = text if number + 1 == len(messages) else template.render(messages[: number + 1])[0]
-    if not after.startswith(before) or not text.startswith(after):
-        where = _first_difference(before, after) if not after.startswith(before) else _first_difference(after, text)
+    advice = "set chat_template to one with {% generation %} markers."
+    if not after.startswith(before):
+        raise DataError(
+            f"the chat template begins the assistant's turn otherwise when it is to be generated than in messages"
+            f"[{number}] ({_first_difference(before, after)}), for example with reasoning that the message does not "
+            f"have, so that the beginning of the turn is unknown. Change the message, or {advice}"
+        )
+    if not text.startswith(after):
         raise DataError(
             f"the chat template renders messages[{number}] differently as the last message than within the "
-            f"conversation ({where}), for example because it drops earlier reasoning, so that its tokens cannot be "
-            "identified. Use train_on: last, or set chat_template to one with {% generation %} markers."
+            f"conversation ({_first_difference(after, text)}), for example because it drops earlier reasoning, so that "
+            f"its tokens cannot be identified. Use train_on: last, or {advice}"
+        )
+    content = (messages[number].get("content") or "").strip()
+    if content and after.endswith(content):
+        raise DataError(
+            f"the chat template writes nothing after the content of messages[{number}], so that the model would not "
+            f"learn to end its turn. To train the token that follows it, {advice}"
         )
     return len(before), len(after)
 
