@@ -100,6 +100,8 @@ def test_the_arguments_of_tool_calls_are_mappings_however_they_are_given():
         ({"messages": [{"role": "user", "content": "a"}], "tools": "add"}, ["tools"]),
         ({"conversations": [{"from": "robot", "value": "a"}]}, ["conversations[0].from", "robot"]),
         ({"instruction": "a"}, ["output"]),
+        ({"instruction": "a", "output": "b", "system": 1}, ["system", "int"]),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "add"}]}, ["tools", "completion"]),
         ({"instruction": 1, "output": "a"}, ["instruction", "int"]),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, ["prompt", "completion"]),
     ],
@@ -190,6 +192,28 @@ def test_another_template_replaces_the_tokenizers(tokenizers):
     messages = chat("the cat", "<think>sat</think>on", "the mat", "the dog")
     replaced = render_chat(messages, tokenizers["reasoning"], chat_template=CHATML)
     assert replaced == render_chat(messages, tokenizers["none"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chat_template": PREFIX_TEMPLATE, "bos_token": "<bos>"},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>"},
+    ],
+)
+def test_a_template_is_found_wherever_transformers_saves_it(settings, tokenizers, tmp_path):
+    folder = make_tokenizer_folder(tmp_path / "base")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if "chat_template" not in settings:
+        (folder / "chat_template.jinja").write_text(PREFIX_TEMPLATE)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(MARKED_TEMPLATE)
+    expected = render_chat(TURNS, tokenizers["prefix"])
+    for path in (folder, folder / "tokenizer.json"):
+        assert render_chat(TURNS, load_tokenizer(path)) == expected
+    if "chat_template" not in settings:
+        tools = [{"name": "add"}]
+        assert render_chat(TURNS, load_tokenizer(folder), tools=tools) == render_chat(TURNS, tokenizers["marked"])
 
 
 def test_errors_of_a_template_are_explained(tokenizers):

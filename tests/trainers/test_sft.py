@@ -61,19 +61,20 @@ def test_the_log_says_how_many_tokens_are_trained(project, caplog):
     check_message(message, len("two three<|im_end|>"), "first sample")
 
 
-def test_samples_without_labels_warn(project, caplog):
-    (project / "tokens.jsonl").write_text('{"input_ids": [1, 2, 3]}\n' * 4)
-    build(project, "data.train={type: json_lines, path: tokens.jsonl}", "data.eval={}")
+@pytest.mark.parametrize("row", [{"input_ids": [1, 2, 3]}, {"messages": [{"role": "user", "content": "a"}]}])
+def test_samples_without_labels_warn(row, project, caplog):
+    (project / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+    build(project, "data.train={type: json_lines, path: rows.jsonl}", "data.eval={}")
     [message] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    check_message(message, "labels", "data.train.type: chat")
+    check_message(message, "labels", *row, "data.train.type: chat")
 
 
 @pytest.mark.parametrize("labels", [[2, 3, -100], [1, 2], [1, 2, 4]])
 def test_labels_that_are_not_the_tokens_are_rejected(labels):
     with raises(DataError, "labels", "input_ids", "-100", "shifts"):
-        check_labels([1, 2, 3], labels)
+        check_labels({"input_ids": [1, 2, 3], "labels": labels})
 
 
 @pytest.mark.parametrize("labels", [[1, 2, 3], [-100, 2, -100], [-100] * 3])
 def test_labels_that_are_tokens_or_ignored_are_accepted(labels):
-    check_labels(torch.tensor([1, 2, 3]), torch.tensor(labels))
+    check_labels({"input_ids": torch.tensor([1, 2, 3]), "labels": torch.tensor(labels)})

@@ -95,15 +95,14 @@ def read_row(row: Any) -> Chat | TextPair:
     tools = _read_tools(given.get("tools"))
     for name in ("messages", "conversations", "conversation"):
         if name in given:
-            messages = read_messages(given[name], name)
-            if isinstance(given.get("system"), str) and given["system"] and messages[0]["role"] != "system":
-                messages.insert(0, {"role": "system", "content": given["system"]})
-            return Chat(messages, tools)
+            return Chat(_read_system(given) + read_messages(given[name], name), tools)
     if "instruction" in given:
         return Chat(_read_instruction(given), tools)
     if "prompt" in given and "completion" in given:
         prompt, completion = given["prompt"], given["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
+            if tools:
+                raise DataError("the row has tools, but prompt and completion are texts. Use messages for both.")
             return TextPair(prompt, completion)
         if isinstance(prompt, str) or isinstance(completion, str):
             raise DataError(
@@ -211,13 +210,21 @@ def _read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 def _read_instruction(given: Mapping[str, Any]) -> list[Message]:
     """Returns the messages of Alpaca's layout; the input follows the instruction after a blank line."""
-    texts = {"input": "", "system": "", "output": None, **given}
-    for name in ("instruction", "input", "output", "system"):
+    texts = {"input": "", "output": None, **given}
+    for name in ("instruction", "input", "output"):
         if not isinstance(texts[name], str):
             raise DataError(f"{name} is {_kind(texts[name])}. Use text.")
-    messages = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
     request = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
-    return [*messages, {"role": "user", "content": request}, {"role": "assistant", "content": texts["output"]}]
+    turns = [{"role": "user", "content": request}, {"role": "assistant", "content": texts["output"]}]
+    return _read_system(given) + turns
+
+
+def _read_system(given: Mapping[str, Any]) -> list[Message]:
+    """Returns the message in the field `system`, which some rows have beside the conversation."""
+    text = given.get("system", "")
+    if not isinstance(text, str):
+        raise DataError(f"system is {_kind(text)}. Use text.")
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _kind(value: Any) -> str:
@@ -226,10 +233,10 @@ def _kind(value: Any) -> str:
     )
 
 
-def check_train_on(train_on: str) -> None:
-    """Rejects an unknown value of `train_on`."""
+def check_train_on(train_on: str, *, where: str | None = None) -> None:
+    """Rejects an unknown value of `train_on`; `where` is the component that it is set in."""
     if train_on not in TRAIN_ON:
-        raise ConfigError(f'train_on is "{train_on}". Use one of: {", ".join(TRAIN_ON)}.')
+        raise ConfigError(f'train_on is "{train_on}". Use one of: {", ".join(TRAIN_ON)}.', where=where)
 
 
 def render(

@@ -393,6 +393,14 @@ def _read_chat_templates(name: str, path: Path) -> tuple[dict[str, str], dict[st
     return templates, {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
 
 
+def _has_chat_template(folder: Path) -> bool:
+    """Returns whether a file of the folder has a template: only then transformers, slow to import, is needed."""
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and '"chat_template"' in settings.read_text("utf-8", errors="replace"):
+        return True
+    return any((folder / name).exists() for name in ("chat_template.jinja", "additional_chat_templates"))
+
+
 def _cached(name: str) -> Path | None:
     """Returns the folder of a model that was downloaded earlier."""
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):

@@ -37,8 +37,8 @@ class SFTTrainer(LanguageModelTrainer):
             return
         with preserve_generators():
             [sample] = fetch(dataset, [0])
-        if isinstance(sample, Mapping) and sample.get("input_ids") is not None:
-            check_labels(sample["input_ids"], sample.get("labels"))
+        if isinstance(sample, Mapping):
+            check_labels(sample)
 
     def add_metrics(self, result: ForwardResult, batch: Any) -> None:
         """Adds the accuracy, without leaving the device."""
@@ -50,18 +50,19 @@ class SFTTrainer(LanguageModelTrainer):
             result.metrics["token_accuracy"] = Mean(correct, self.count_targets(labels))
 
 
-def check_labels(input_ids: Any, labels: Any) -> None:
-    """Rejects labels of a sample that are not its tokens at the same positions, and logs how many are trained."""
-    tokens = np.asarray(input_ids)
-    if labels is None:
+def check_labels(sample: Mapping[str, Any]) -> None:
+    """Rejects labels that are not the tokens at the same positions, and logs how many are trained."""
+    if sample.get("input_ids") is None or sample.get("labels") is None:
         logger.warning(
-            "sft: the samples have no labels, so that the collator decides which tokens are trained, usually all of "
-            "them, also those of prompts. Use data.train.type: chat, or a dataset with labels."
+            "sft: the samples of data.train have no labels for tokens, but %s, so that the collator decides which "
+            "tokens are trained: usually all of them, also those of prompts. Use data.train.type: chat, or a dataset "
+            "with labels.",
+            ", ".join(map(str, sample)),
         )
         return
-    targets = np.asarray(labels)
-    is_trained = targets != IGNORED_LABEL
-    if targets.shape != tokens.shape or not (targets == tokens)[is_trained].all():
+    tokens, labels = np.asarray(sample["input_ids"]), np.asarray(sample["labels"])
+    is_trained = labels != IGNORED_LABEL
+    if labels.shape != tokens.shape or not (labels == tokens)[is_trained].all():
         raise DataError(
             "sft: the labels of the first sample of data.train are not its input_ids. Use -100 for tokens that are "
             "not trained and the token itself, not the next one, for the others: the model shifts the labels."

@@ -149,13 +149,15 @@ class RowRenderer:
         chat_template: str | None = None,
         project_dir: str | Path | None = None,
     ) -> None:
-        check_train_on(train_on)
+        check_train_on(train_on, where="chat")
         if truncation not in TRUNCATIONS:
-            raise ConfigError(f'truncation is "{truncation}". Use one of: {", ".join(TRUNCATIONS)}.')
+            raise ConfigError(f'truncation is "{truncation}". Use one of: {", ".join(TRUNCATIONS)}.', where="chat")
         if max_length is not None and max_length < 2:
-            raise ConfigError(f"max_length is {max_length}. Use at least 2, to predict a token.")
+            raise ConfigError(f"max_length is {max_length}. Use at least 2, to predict a token.", where="chat")
         if truncation == "turns" and max_length is None:
-            raise ConfigError("truncation has no effect without max_length. Set max_length, or remove truncation.")
+            raise ConfigError(
+                "truncation has no effect without max_length. Set max_length, or remove truncation.", where="chat"
+            )
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.train_on = train_on
