@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from trainwright.data.tokenizer import TextTokenizer
+from trainwright.data.tokenizer import Span, TextTokenizer
 from trainwright.errors import ConfigError, DataError
 
 CHATML = (
@@ -321,10 +321,6 @@ def render_prompt(
     return tokenizer.encode_with_spans(text)[0]
 
 
-Range = tuple[int, int]
-"""The first character and the one after the last."""
-
-
 @dataclass(frozen=True)
 class _Template:
     """A Jinja template with what it is rendered with."""
@@ -351,7 +347,7 @@ class _Template:
         """True if the template marks what the assistant writes."""
         return _GENERATION.search(self.text) is not None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[str, list[Range]]:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
         """Returns the text, and the ranges that the template marks."""
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
@@ -396,7 +392,7 @@ def _with_json_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _count_marked(template: _Template, messages: Sequence[Message], first: int, marked: Sequence[Range]) -> int:
+def _count_marked(template: _Template, messages: Sequence[Message], first: int, marked: Sequence[Span]) -> int:
     """Returns the number of marked ranges of the messages before `first`."""
     if not any(message["role"] == "assistant" for message in messages[:first]):
         return 0
@@ -409,7 +405,7 @@ def _count_marked(template: _Template, messages: Sequence[Message], first: int, 
     return count
 
 
-def _find_turn(template: _Template, messages: Sequence[Message], number: int, text: str) -> Range:
+def _find_turn(template: _Template, messages: Sequence[Message], number: int, text: str) -> Span:
     """Returns the range of an assistant's turn, from the conversations before and after it."""
     if number == 0:
         raise DataError(
@@ -448,7 +444,7 @@ def _first_difference(expected: str, found: str) -> str:
     return f"{expected[start : start + 20]!r} and {found[start : start + 20]!r}"
 
 
-def _mark_tokens(spans: Sequence[Range], ranges: Sequence[Range]) -> list[bool]:
+def _mark_tokens(spans: Sequence[Span], ranges: Sequence[Span]) -> list[bool]:
     """Returns for each token whether it contains a character of a range; both are in ascending order."""
     is_trained, number = [], 0
     for start, end in spans:
@@ -456,8 +452,3 @@ def _mark_tokens(spans: Sequence[Range], ranges: Sequence[Range]) -> list[bool]:
             number += 1
         is_trained.append(number < len(ranges) and end > start and end > ranges[number][0])
     return is_trained
-
-
-def keep_turns(chat: Chat, num_messages: int) -> Chat:
-    """Returns the conversation with only its first messages."""
-    return replace(chat, messages=chat.messages[:num_messages])

@@ -138,6 +138,16 @@ def test_an_invalid_row_is_named_by_file_and_line(streaming, row, mentions, fold
         list(open_chats(tmp_path / "bad.jsonl", tokenizer="base", streaming=streaming, project_dir=folder))
 
 
+def test_a_stream_continues_after_an_invalid_row(folder, tmp_path):
+    write_lines(tmp_path / "bad.jsonl", [ROWS[0], {"text": "a"}, ROWS[2]])
+    rows = iter(open_chats(tmp_path / "bad.jsonl", tokenizer="base", streaming=True, project_dir=folder))
+    found = [next(rows)]
+    with raises(DataError, "line 2"):
+        next(rows)
+    found += rows
+    assert samples_of(found) == expected_samples(folder, [ROWS[0], ROWS[2]])
+
+
 def test_an_invalid_row_of_other_files_is_named_too(folder, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq

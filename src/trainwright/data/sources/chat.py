@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.data.chat import (
-    Chat,
-    RenderedChat,
-    TextPair,
-    check_train_on,
-    keep_turns,
-    read_row,
-    render,
-)
+from trainwright.data.chat import Chat, RenderedChat, TextPair, check_train_on, read_row, render
 from trainwright.data.fetch import draws_nothing, fetch, is_stream, positive_indices
 from trainwright.data.mix import check_dataset
 from trainwright.data.process import ProcessedStream
@@ -213,7 +205,7 @@ class RowRenderer:
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1]["role"] != "assistant" or not isinstance(found, Chat) or end <= found.num_prompt:
                 continue
-            shorter = keep_turns(found, end)
+            shorter = replace(found, messages=found.messages[:end])
             # With "all" no turn is searched, which would render the chat once more for each of them.
             if len(render(shorter, self.tokenizer, train_on="all", chat_template=template).ids) <= self.max_length:
                 return render(shorter, self.tokenizer, train_on=self.train_on, chat_template=template)
@@ -248,12 +240,8 @@ class RowCounts:
 
     def describe(self, source: Any) -> str:
         """Returns the counts as text; `source` is what the rows were read from."""
-        path = getattr(source, "path", None)
-        name = (
-            type(source).__name__
-            if path is None
-            else ", ".join(map(str, [path] if isinstance(path, str | Path) else path))
-        )
+        path = getattr(source, "path", type(source).__name__)
+        name = str(path) if isinstance(path, str | Path) else ", ".join(map(str, path))
         shortened = f", shortened {self.cut:,} to max_length" if self.cut else ""
         return f"{self.rows:,} rows of {name:.200}, dropped {self.dropped:,} without a token to train{shortened}"
 
