@@ -59,6 +59,10 @@ def user_and_assistant(question, answer):
             {"prompt": user_and_assistant("q", "a")[:1], "completion": user_and_assistant("q", "a")[1:]},
             Chat(user_and_assistant("q", "a"), num_prompt=1),
         ),
+        (
+            {"prompt": user_and_assistant("q", "a")[:1], "completion": user_and_assistant("q", "a")[1:], "system": "s"},
+            Chat([{"role": "system", "content": "s"}, *user_and_assistant("q", "a")], num_prompt=2),
+        ),
         # A table has a column of every field, None where a row has none.
         ({"messages": user_and_assistant("q", "a"), "prompt": None, "tools": None}, Chat(user_and_assistant("q", "a"))),
         (
@@ -102,6 +106,7 @@ def test_the_arguments_of_tool_calls_are_mappings_however_they_are_given():
         ({"instruction": "a"}, ["output"]),
         ({"instruction": "a", "output": "b", "system": 1}, ["system", "int"]),
         ({"prompt": "a", "completion": "b", "tools": [{"name": "add"}]}, ["tools", "completion"]),
+        ({"prompt": "a", "completion": "b", "system": "c"}, ["system", "completion"]),
         ({"instruction": 1, "output": "a"}, ["instruction", "int"]),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, ["prompt", "completion"]),
     ],

@@ -101,15 +101,16 @@ def read_row(row: Any) -> Chat | TextPair:
     if "prompt" in given and "completion" in given:
         prompt, completion = given["prompt"], given["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
-            if tools:
-                raise DataError("the row has tools, but prompt and completion are texts. Use messages for both.")
+            if tools or given.get("system"):
+                name = "tools" if tools else "system"
+                raise DataError(f"the row has {name}, but prompt and completion are texts. Use messages for both.")
             return TextPair(prompt, completion)
         if isinstance(prompt, str) or isinstance(completion, str):
             raise DataError(
                 f"prompt is {_kind(prompt)}, completion is {_kind(completion)}. Use text for both, or messages for "
                 "both."
             )
-        beginning = read_messages(prompt, "prompt")
+        beginning = _read_system(given) + read_messages(prompt, "prompt")
         return Chat(beginning + read_messages(completion, "completion"), tools, num_prompt=len(beginning))
     raise DataError(f"no conversation among the fields {', '.join(map(str, row)) or '(none)'}. {_LAYOUTS}")
 
