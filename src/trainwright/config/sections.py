@@ -261,7 +261,9 @@ class OptimizerSection(Section):
     """Globs of the names of the parameters that this optimizer updates."""
 
 
-BUILT_IN_TRAINERS = ("trainer", "language_model", "masked_language_model", "classification", "sequence_to_sequence")
+BUILT_IN_TRAINERS = (
+    "trainer", "language_model", "masked_language_model", "classification", "sequence_to_sequence", "sft",
+)  # fmt: skip
 
 
 TRAINER_KEYS_ELSEWHERE: Mapping[str, str] = {
