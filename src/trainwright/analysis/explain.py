@@ -39,7 +39,7 @@ from trainwright.models.names import as_globs, matched_parameters
 from trainwright.models.peft_adapters import read_peft_settings
 from trainwright.models.presets import preset_settings
 from trainwright.models.pretrained import CONFIG_FILE, home_folders, on_meta, read_config_file
-from trainwright.models.quantize import count_weights, quantize_model, read_quantize
+from trainwright.models.quantize import choose_quantized, count_weights, quantize_model, read_quantize
 from trainwright.optim.param_groups import describe_unowned, make_groups, read_rules
 from trainwright.registry import resolve as registry
 from trainwright.registry.trust import reject_untrusted
@@ -322,7 +322,9 @@ class ModelRules:
 
     def _quantize(self, given: Any) -> None:
         settings = read_quantize(thaw(given))
-        layers = [] if self.model is None else [*quantize_model(self.model, thaw(given))]
+        layers = [] if self.model is None else choose_quantized(self.model, settings)
+        if self.model is not None:
+            quantize_model(self.model, thaw(given))
         globs = "the layers with an adapter" if settings.match is None else f'"{", ".join(settings.match)}"'
         self.of_model.append(_rule(f"quantize {globs}", f"stored as {settings.type}{_counted(layers, 'layer')}"))
 

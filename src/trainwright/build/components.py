@@ -163,13 +163,13 @@ class Build:
                 problem += " A Python file defines it in `config`, or in a variable `model`."
             raise ConfigError(problem, where=where)
         project_dir, origin = Path(self.project_dir), self.config.origin
-        is_split = self.ranks.size > 1 and self.ranks.mesh.is_split
-        if is_split and section.reserved.get("quantize") is not None:
+        if self.ranks.mesh.is_split and section.reserved.get("quantize") is not None:
             raise ConfigError(
                 "model.quantize supports runtime.mesh.replicate alone: codes of 4 and 8 bits cannot be sharded, and every "
                 "rank would keep all of them. Remove the other axes, or remove quantize.",
                 where=origin("model.quantize"),
             )
+        is_split = self.ranks.size > 1 and self.ranks.mesh.is_split
         self.first_has_weights = is_split and self._reader is None and is_as_shipped(section, project_dir=project_dir)
         if self.first_has_weights:
             return self._model_of_first(section)

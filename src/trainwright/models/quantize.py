@@ -64,8 +64,8 @@ def read_quantize(given: Any) -> QuantizeSettings:
 def quantize_model(model: nn.Module, given: Any) -> dict[str, tuple[str, ...]]:
     """Quantizes frozen weights of linear layers in place, one after the other; returns the names of their parameters.
 
-    `given` is the setting. The result maps the name of each former weight to those of its codes and scales. The model
-    is unchanged if no layer can be quantized, or a matched one cannot: both raise.
+    `given` is the setting. The result maps the name of each former weight to those of its codes and scales. Raises if a
+    glob matches no layer, and for a matched layer that cannot be quantized.
     """
     settings = read_quantize(given)
     chosen = choose_quantized(model, settings)
@@ -205,7 +205,7 @@ def _why_not(name: str, modules: Mapping[str, nn.Module]) -> str:
         return f"a {type(module).__name__}, whose forward a quantized layer would replace"
     weight: Any = module.weight
     if weight.requires_grad:
-        return "trained, and a quantized weight cannot be"
+        return "trained, and codes have no gradient"
     if isinstance(parent, nn.MultiheadAttention | nn.TransformerEncoderLayer):
         return f"inside of torch's {type(parent).__name__}, which uses its weight without calling it"
     if any(one is not module and any(each is weight for each in _own(one)) for one in modules.values()):
