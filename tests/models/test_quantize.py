@@ -177,7 +177,7 @@ def test_forms_of_the_setting(tmp_path, given):
 
 
 WRONG = {
-    "no adapters": (["model.lora=null"], ["no adapters", "model.lora"]),
+    "no adapters": (["model.lora=null"], ["adapter", "model.lora"]),
     "an unknown type": (["model.quantize={type: nf5}"], ["quantize.type", "nf5", "nf4"]),
     "no type": (["model.quantize={match: '*'}"], ["quantize", "type: nf4"]),
     "a number": (["model.quantize=4"], ["quantize", "4"]),

@@ -93,7 +93,7 @@ def choose_quantized(model: nn.Module, settings: QuantizeSettings) -> list[str]:
     adapted = [name for name, module in linear.items() if isinstance(module, LoRALinear) or _is_base(name)]
     if not adapted:
         raise ConfigError(
-            "quantize: the model has no adapters, and a quantized weight is not trained. Add model.lora, for example "
+            "quantize: no layer has an adapter, and quantized weights are not trained. Add model.lora, for example "
             'lora: {match: "*_proj", rank: 8}, or remove quantize.'
         )
     modules = dict(model.named_modules())
