@@ -1,19 +1,22 @@
 """Runs with `model.quantize`: losses, modes, exact resuming, checkpoints by reference, export, commands."""
 
+import ctypes
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.build.test_fp8_runs import Rows, lines, losses, train  # noqa: F401  # Rows is named in the run file
+from tests.distributed.forked_launch import launch_well
 from tests.messages import check_message, raises
 
 from trainwright import AutoModel, RunConfig, build_trainer, load_checkpoint
 from trainwright.analysis.check import check_run
 from trainwright.analysis.estimate import estimate
 from trainwright.analysis.explain import explain
-from trainwright.build.run import build_evaluator
+from trainwright.build.run import build_evaluator, build_model
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.commands.explain import render
 from trainwright.errors import CheckpointError, ConfigError
@@ -193,7 +196,9 @@ def test_a_run_evaluates_and_generates(tmp_path, base):
     model = load_checkpoint(tmp_path / "run" / "run")
     plain = load_checkpoint(tmp_path / "run" / "run")
     dequantize_model(plain)
-    assert torch.equal(model.generate(TOKENS, max_new_tokens=4, temperature=0), plain.generate(TOKENS, max_new_tokens=4, temperature=0))
+    assert torch.equal(
+        model.generate(TOKENS, max_new_tokens=4, temperature=0), plain.generate(TOKENS, max_new_tokens=4, temperature=0)
+    )
     assert trainer.step == 4
 
 
@@ -203,7 +208,9 @@ def test_the_start_of_a_run_names_the_layers(tmp_path, caplog):
     said = [record.getMessage() for record in caplog.records]
     plain = sum(each.numel() for each in Llama(**SIZES).parameters())
     adapters = plain and sum(
-        each.numel() for name, each in build_trainer(load(tmp_path / "two")).model.named_parameters() if ".lora_" in name
+        each.numel()
+        for name, each in build_trainer(load(tmp_path / "two")).model.named_parameters()
+        if ".lora_" in name
     )
     assert any(f"{plain + adapters:,} parameters in bfloat16 and float32" in each for each in said)
     check_message(next(each for each in said if "nf4" in each), "nf4: 21 of 22 linear layers")
@@ -241,3 +248,45 @@ def test_check_and_explain_know_the_setting(tmp_path):
 def test_axes_that_shard_the_model_raise(tmp_path, axis):
     with raises(ConfigError, "model.quantize", "replicate"):
         estimate(load(tmp_path / "run", NF4, f"runtime.mesh={{{axis}: 2}}"), world_size=2)
+
+
+LARGE = {"hidden_size": 1024, "num_layers": 4, "num_heads": 8, "vocab_size": 512, "intermediate_size": 2048}
+SMALL = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 512}
+
+
+_MMAP_THRESHOLD = -3  # malloc.h
+
+
+def megabytes(field):
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) / 1000
+
+
+def measure(folder):
+    # glibc maps weights of 32 MB and more, so that their memory returns to the system. These are smaller.
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)
+    build_model(RunConfig.load(folder / "small.yaml"))  # imports at first use
+    before = megabytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark again
+    model = build_model(RunConfig.load(folder / "large.yaml"))
+    held = sum(each.nbytes for each in model.parameters()) / 1e6
+    measured = {"held": held, "peak": megabytes("VmHWM") - before, "rest": megabytes("VmRSS") - before}
+    (folder / "measured.json").write_text(json.dumps(measured))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark of memory is Linux's")
+def test_building_needs_no_more_memory_than_the_model_in_16_bits(tmp_path):
+    for name, sizes in (("large", LARGE), ("small", SMALL)):
+        model = Llama(**sizes).bfloat16()
+        size = sum(each.nbytes for each in model.parameters()) / 1e6
+        model.save_pretrained(tmp_path / name, max_shard_bytes=10_000_000)
+        section = f"{{type: llama, pretrained: {name}, dtype: bf16, quantize: nf4, lora: {{match: '*_proj', rank: 2}}}}"
+        (tmp_path / f"{name}.yaml").write_text(f"name: {name}\noutput_dir: {tmp_path}\nmodel: {section}\n")
+        if name == "large":
+            expected = size
+    launch_well(tmp_path, 1, measure)
+    found = json.loads((tmp_path / "measured.json").read_text())
+    assert expected > 75
+    assert found["held"] < 0.3 * expected
+    assert found["peak"] < expected + 20  # a shard is mapped while it is read
+    assert found["rest"] < found["held"] + 10

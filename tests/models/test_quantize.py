@@ -169,7 +169,9 @@ model:
     return build_model_section(config.model, project_dir=tmp_path, origin=config.origin)[0]
 
 
-@pytest.mark.parametrize("given", ["nf4", "{type: nf4}", "{type: nf4, match: '*_proj'}", "{type: int8, match: [mlp.*]}"])
+@pytest.mark.parametrize(
+    "given", ["nf4", "{type: nf4}", "{type: nf4, match: '*_proj'}", "{type: int8, match: [mlp.*]}"]
+)
 def test_forms_of_the_setting(tmp_path, given):
     model = build(tmp_path, f"model.quantize={given}")
     assert names(model) == set(MLP if "mlp" in given else (*ATTENTION, *MLP))

@@ -245,9 +245,8 @@ def build_model_section(
         settings = _lora_settings(reserved["lora"], origin)
         with _located("model.", origin("model.lora"), origin=origin):
             add_lora(model, **settings)
-        own = dict(model.named_parameters(remove_duplicate=False))
-        for name in own.keys() & set(drawn):
-            own[name].requires_grad_(True)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            parameter.requires_grad_(parameter.requires_grad or name in drawn)
     if reserved.get("quantize") is not None:
         with _located("model.", origin("model.quantize"), origin=origin):
             renamed = quantize_model(model, thaw(reserved["quantize"]))

@@ -93,7 +93,11 @@ def test_every_weight_is_within_the_bound_of_its_block(kind, shape, name, seed):
 
 
 @every_kind
-@given(shape=shapes, name=st.sampled_from([name for name in sorted(WEIGHTS) if name != "subnormal"]), seed=st.integers(0, 99))
+@given(
+    shape=shapes,
+    name=st.sampled_from([name for name in sorted(WEIGHTS) if name != "subnormal"]),
+    seed=st.integers(0, 99),
+)
 def test_a_dequantized_weight_has_the_same_codes(kind, shape, name, seed):
     torch.manual_seed(seed)
     weight = WEIGHTS[name](shape)
@@ -244,7 +248,9 @@ def test_merging_adds_the_adapter_to_the_dequantized_weight(kind, dtype):
         assert type(layer) is QuantizedLoRALinear
     expected = [layer.weight + 8 * layer.lora_b @ layer.lora_a for layer in (model[0], model[2])]
     assert merge_lora(model) == ["0", "2"]
-    assert all(type(layer) is nn.Linear and list(layer.state_dict()) == ["bias", "weight"] for layer in (model[0], model[2]))
+    assert all(
+        type(layer) is nn.Linear and list(layer.state_dict()) == ["bias", "weight"] for layer in (model[0], model[2])
+    )
     for layer, weight in zip((model[0], model[2]), expected, strict=True):
         assert torch.equal(layer.weight, weight.to(dtype))
         assert not layer.weight.requires_grad

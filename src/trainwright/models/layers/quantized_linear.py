@@ -34,7 +34,8 @@ NF4 = (
 NF4_BLOCK, INT8_BLOCK, SCALE_GROUP = 64, 256, 256
 LARGEST = 1e38
 """The largest absolute weight: a scale is rounded, and must not become infinite."""
-_CHUNK = 1 << 14  # blocks that are encoded at a time: temporary tensors have 12 bytes per weight
+_CHUNK = 1 << 18
+"""How many weights are encoded at a time: temporary tensors have about 14 bytes for each."""
 _STORED = {"nf4": ("weight_codes", "weight_scales", "weight_ranges"), "int8": ("weight_codes", "weight_scales")}
 
 
@@ -151,15 +152,18 @@ def dequantized_weight(layer: QuantizedLinear | QuantizedLoRALinear) -> Tensor:
 
 def encode(weight: Tensor, kind: QuantizedType) -> tuple[Tensor, ...]:
     """Returns the codes and scales of a weight, in the order of `stored_names`."""
-    block = NF4_BLOCK if kind == "nf4" else INT8_BLOCK
+    size, encode_blocks = (NF4_BLOCK, _encode_nf4) if kind == "nf4" else (INT8_BLOCK, _encode_int8)
     flat = weight.detach().reshape(-1)
-    blocks = F.pad(flat, (0, -flat.numel() % block)).view(-1, block)
-    largest = blocks.abs().amax(dim=1).float()
+    blocks = F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
+    largest = torch.cat([chunk.abs().amax(dim=1).float() for chunk in blocks.split(_CHUNK // size)])
     if not weight.is_meta and not bool((largest <= LARGEST).all()):  # a nan is not
         raise ValueError(f"has values that are not finite, or above {LARGEST:g}")
-    if kind == "int8":
-        return _encode_int8(blocks, largest)
-    return (_encode_nf4(blocks, largest), *_encode_scales(largest))
+    # The largest value of a block has the largest code. A block of zeros is divided by 1.
+    scales = largest if kind == "nf4" else largest / 127
+    divisors = scales.where(scales > 0, 1.0)[:, None]
+    chunks = zip(*(each.split(_CHUNK // size) for each in (blocks, divisors)), strict=True)
+    codes = torch.cat([encode_blocks(chunk.float() / divisor) for chunk, divisor in chunks]).view(-1)
+    return (codes, *_encode_scales(scales)) if kind == "nf4" else (codes, scales.view(torch.int32))
 
 
 def decode(kind: QuantizedType, stored: Sequence[Tensor], shape: tuple[int, int]) -> Tensor:
@@ -177,16 +181,16 @@ def decode(kind: QuantizedType, stored: Sequence[Tensor], shape: tuple[int, int]
     return (blocks * scales[:, None]).view(-1)[: shape[0] * shape[1]].view(shape)
 
 
-def _encode_nf4(blocks: Tensor, largest: Tensor) -> Tensor:
-    """Returns the codes nearest to the blocks divided by their largest values, two in a byte."""
+def _encode_nf4(blocks: Tensor) -> Tensor:
+    """Returns the nearest codes of values from -1 to 1, two in a byte."""
     values = torch.tensor(NF4, dtype=torch.float64, device=blocks.device)
     borders = ((values[:-1] + values[1:]) / 2).float()
-    packed = torch.empty(blocks.shape[0], NF4_BLOCK // 2, dtype=torch.uint8, device=blocks.device)
-    divisors = largest.where(largest > 0, 1.0)[:, None]
-    for chunk, divisor, into in zip(*(each.split(_CHUNK) for each in (blocks, divisors, packed)), strict=True):
-        codes = torch.bucketize(chunk.float() / divisor, borders, out_int32=True).to(torch.uint8)
-        into.copy_(codes[:, 0::2] << 4 | codes[:, 1::2])
-    return packed.view(-1)
+    codes = torch.bucketize(blocks, borders, out_int32=True).to(torch.uint8)
+    return codes[:, 0::2] << 4 | codes[:, 1::2]
+
+
+def _encode_int8(blocks: Tensor) -> Tensor:
+    return blocks.round().clamp(-127, 127).to(torch.int8)
 
 
 def _encode_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,15 +215,6 @@ def _decode_scales(codes: Tensor, ranges: Tensor) -> Tensor:
     groups = F.pad(codes.int(), (0, num_groups * SCALE_GROUP - codes.shape[0])).view(-1, SCALE_GROUP)
     bits = ranges[:, :1] + ranges[:, 1:] * groups
     return bits.view(-1)[: codes.shape[0]].view(torch.float32)
-
-
-def _encode_int8(blocks: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    scales = largest / 127
-    codes = torch.empty(blocks.shape, dtype=torch.int8, device=blocks.device)
-    divisors = scales.where(scales > 0, 1.0)[:, None]
-    for chunk, divisor, into in zip(*(each.split(_CHUNK) for each in (blocks, divisors, codes)), strict=True):
-        into.copy_((chunk.float() / divisor).round().clamp(-127, 127))
-    return codes.view(-1), scales.view(torch.int32)
 
 
 def _stored(layer: QuantizedLinear | QuantizedLoRALinear) -> tuple[Tensor, ...]:
