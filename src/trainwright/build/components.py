@@ -165,8 +165,8 @@ class Build:
         project_dir, origin = Path(self.project_dir), self.config.origin
         if self.ranks.mesh.is_split and section.reserved.get("quantize") is not None:
             raise ConfigError(
-                "model.quantize supports runtime.mesh.replicate alone: codes of 4 and 8 bits cannot be sharded, and every "
-                "rank would keep all of them. Remove the other axes, or remove quantize.",
+                "model.quantize supports runtime.mesh.replicate alone: codes of 4 and 8 bits are not sharded, so that "
+                "every rank would keep all of them. Remove the other axes, or remove quantize.",
                 where=origin("model.quantize"),
             )
         is_split = self.ranks.size > 1 and self.ranks.mesh.is_split

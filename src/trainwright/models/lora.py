@@ -139,8 +139,8 @@ def _adapt(
 def merge_lora(model: nn.Module) -> list[str]:
     """Adds each adapter's product to its layer's weight and makes the layer a plain nn.Linear, in place.
 
-    Returns the layers' names. The sum is rounded once, to the weight's dtype. Frozen parameters stay frozen. A quantized
-    weight is dequantized: the result is not the weight before it was quantized plus the product.
+    Returns the layers' names. The sum is rounded once, to the weight's dtype. Frozen parameters stay frozen. To a
+    quantized layer, the product is added to the dequantized weight, not to the one before it was quantized.
     """
     layers = dict(lora_layers(model))
     for layer in layers.values():

@@ -136,7 +136,7 @@ def describe_quantized(model: nn.Module) -> str | None:
     bits = 8 * num_bytes / sum(map(num_weights, layers.values()))
     kinds = " and ".join(dict.fromkeys(layer.quantized_type for layer in layers.values()))
     names = last_parts([_shown(name) for name in layers])
-    text = f"{kinds}: {len(layers)} of {number} linear layers ({bits:.2f} bits per weight): {names}."
+    text = f"{kinds}: {len(layers)} of {number} linear layers ({bits:.1f} bits per weight): {names}."
     rest = "; ".join(f"{len(names)} {reason}: {last_parts(names)}" for reason, names in left.items())
     return f"{text} Not quantized: {rest}." if rest else text
 

@@ -1,14 +1,14 @@
 """Linear layers whose frozen weight is stored in 4 or 8 bits and dequantized for each product.
 
-| type | a code is               | of a block of | scales                                  | bits per weight |
-|------|-------------------------|---------------|-----------------------------------------|-----------------|
-| nf4  | one of 16 normal floats | 64 weights    | 8 bits, with a range for each 256 of them | 4.13          |
-| int8 | an integer, -127 to 127 | 256 weights   | fp32                                    | 8.13            |
+| type | codes                          | block       | scales                               | bits per weight |
+|------|--------------------------------|-------------|--------------------------------------|-----------------|
+| nf4  | 16 quantiles of a normal       | 64 weights  | 8 bits; a range for 256 of them      | 4.1             |
+| int8 | the integers from -127 to 127  | 256 weights | fp32                                 | 8.1             |
 
 A block is consecutive weights of the flattened matrix, and its scale is the largest absolute value, as in QLoRA. Codes
-and scales are frozen integer parameters: checkpoints save or reference them, and a cast of the model leaves them as they
-are. Encoding and decoding are exact operations, with the same bits on every device. models/quantize.py chooses the
-layers.
+and scales are frozen integer parameters: checkpoints save or reference them, and a cast of the model leaves them as
+they are. Encoding and decoding are exact operations, with the same bits on every device. models/quantize.py chooses
+the layers.
 """
 
 from __future__ import annotations
@@ -155,13 +155,13 @@ def encode(weight: Tensor, kind: QuantizedType) -> tuple[Tensor, ...]:
     size, encode_blocks = (NF4_BLOCK, _encode_nf4) if kind == "nf4" else (INT8_BLOCK, _encode_int8)
     flat = weight.detach().reshape(-1)
     blocks = F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
-    largest = torch.cat([chunk.abs().amax(dim=1).float() for chunk in blocks.split(_CHUNK // size)])
+    largest = torch.cat([chunk.abs().amax(dim=1).float() for chunk in torch.split(blocks, _CHUNK // size)])
     if not weight.is_meta and not bool((largest <= LARGEST).all()):  # a nan is not
         raise ValueError(f"has values that are not finite, or above {LARGEST:g}")
     # The largest value of a block has the largest code. A block of zeros is divided by 1.
     scales = largest if kind == "nf4" else largest / 127
     divisors = scales.where(scales > 0, 1.0)[:, None]
-    chunks = zip(*(each.split(_CHUNK // size) for each in (blocks, divisors)), strict=True)
+    chunks = zip(*(torch.split(each, _CHUNK // size) for each in (blocks, divisors)), strict=True)
     codes = torch.cat([encode_blocks(chunk.float() / divisor) for chunk, divisor in chunks]).view(-1)
     return (codes, *_encode_scales(scales)) if kind == "nf4" else (codes, scales.view(torch.int32))
 
@@ -178,7 +178,8 @@ def decode(kind: QuantizedType, stored: Sequence[Tensor], shape: tuple[int, int]
     else:
         codes, scale_bits = stored
         scales, blocks = scale_bits.view(torch.float32), codes.float().view(-1, INT8_BLOCK)
-    return (blocks * scales[:, None]).view(-1)[: shape[0] * shape[1]].view(shape)
+    blocks *= scales[:, None]  # in place: the weight is there once in fp32
+    return blocks.view(-1)[: shape[0] * shape[1]].view(shape)
 
 
 def _encode_nf4(blocks: Tensor) -> Tensor:
