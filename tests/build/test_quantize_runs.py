@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.build.test_fp8_runs import Rows, lines, losses, train  # noqa: F401  # Rows is named in the run file
+from tests.build.test_fp8_runs import lines, losses, train
+from tests.build.test_fp8_runs import load as load_plain
 from tests.distributed.forked_launch import launch_well
 from tests.messages import check_message, raises
 
@@ -32,35 +33,10 @@ NF4 = "model.quantize=nf4"
 
 
 def load(folder, *overrides, pretrained=False):
-    folder.mkdir(exist_ok=True)
-    file = folder / "run.yaml"
     sizes = ", ".join(f"{name}: {value}" for name, value in SIZES.items())
-    base = f"pretrained: {folder.parent / 'base'}" if pretrained else sizes
-    file.write_text(
-        f"""name: run
-output_dir: {folder}
-model:
-  type: llama
-  {base.replace(", ", chr(10) + "  ")}
-  lora: {{match: "*_proj", rank: 4}}
-data:
-  train: {{type: "{__name__}:Rows"}}
-  eval: {{valid: {{type: "{__name__}:Rows"}}}}
-  collator: stack
-trainer:
-  type: language_model
-  max_steps: 4
-  global_batch_size: 8
-  micro_batch_size: 4
-  optimizer: {{type: adamw, lr: 1e-2}}
-evaluation: {{every_steps: 2, max_batches: 1}}
-checkpoint: {{every_steps: 2}}
-writers: [json]
-log: {{every_steps: 1}}
-runtime: {{device: cpu, precision: fp32}}
-"""
-    )
-    return RunConfig.load(file, overrides)
+    source = f"pretrained: {folder.parent / 'base'}" if pretrained else sizes
+    model = f"model={{type: llama, {source}, lora: {{match: '*_proj', rank: 4}}}}"
+    return load_plain(folder, model, "runtime.precision=fp32", *overrides, fp8=False)
 
 
 @pytest.fixture
@@ -238,7 +214,8 @@ def test_estimate_counts_the_codes(tmp_path, base):
 
 def test_check_and_explain_know_the_setting(tmp_path):
     config = load(tmp_path / "run", NF4)
-    assert check_run(tmp_path / "run" / "run.yaml", [NF4]).is_ok
+    config.save(tmp_path / "saved.yaml")
+    assert check_run(tmp_path / "saved.yaml").is_ok
     [line] = [line for line in render(explain(config)) if "stored as nf4" in line]
     assert "quantize the layers with an adapter" in line
     assert "21 layers (model.layers.0.self_attn.q_proj, " in line

@@ -11,7 +11,7 @@ from trainwright.models.layers.quantized_linear import quantized_layers
 
 def act(folder):
     for steps in (2, 4):
-        config = RunConfig.load(folder / "two" / "run.yaml", [NF4, f"trainer.max_steps={steps}"])
+        config = RunConfig.load(folder / "two.yaml", [f"trainer.max_steps={steps}"])
         trainer = train(config)
         assert trainer.ranks.size == 2
         assert len(dict(quantized_layers(trainer.model))) == 21
@@ -20,7 +20,7 @@ def act(folder):
 
 def test_two_replicas_train_and_resume_as_one_process(tmp_path):
     train(load(tmp_path / "one", NF4))
-    load(tmp_path / "two")  # writes run.yaml
+    load(tmp_path / "two", NF4).save(tmp_path / "two.yaml")
     launch_well(tmp_path, 2, act)
     expected, found = lines(tmp_path / "one"), lines(tmp_path / "two")
     assert [line["step"] for line in found] == [1, 2, 3, 4]
