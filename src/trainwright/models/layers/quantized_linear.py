@@ -1,14 +1,13 @@
 """Linear layers whose frozen weight is stored in 4 or 8 bits and dequantized for each product.
 
-| type | codes                          | block       | scales                               | bits per weight |
-|------|--------------------------------|-------------|--------------------------------------|-----------------|
-| nf4  | 16 quantiles of a normal       | 64 weights  | 8 bits; a range for 256 of them      | 4.1             |
-| int8 | the integers from -127 to 127  | 256 weights | fp32                                 | 8.1             |
+| type | codes                                 | block       | scale                            | bits per weight |
+|------|---------------------------------------|-------------|----------------------------------|-----------------|
+| nf4  | 16 quantiles of a normal distribution | 64 weights  | 8 bits, and a range for each 256 | 4.1             |
+| int8 | the integers from -127 to 127         | 256 weights | fp32                             | 8.1             |
 
-A block is consecutive weights of the flattened matrix, and its scale is the largest absolute value, as in QLoRA. Codes
+A block is consecutive weights of the flattened matrix; the largest absolute value sets its scale, as in QLoRA. Codes
 and scales are frozen integer parameters: checkpoints save or reference them, and a cast of the model leaves them as
-they are. Encoding and decoding are exact operations, with the same bits on every device. models/quantize.py chooses
-the layers.
+they are. Encoding and decoding have the same bits on every device. models/quantize.py chooses the layers.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ def quantize(layer: nn.Module, kind: QuantizedType) -> None:
     for name, tensor in zip(_STORED[kind], encoded, strict=True):
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     if kind == "nf4":
-        # A buffer, because a copy from the host cannot be captured in a graph. As integers, as all that is stored.
+        # A buffer, because a copy from the host cannot be captured in a graph; integers, which no cast changes.
         table = torch.tensor(NF4, device=weight.device).view(torch.int32)
         module.register_buffer("weight_table", table, persistent=False)
 
@@ -195,11 +194,11 @@ def _encode_int8(blocks: Tensor) -> Tensor:
 
 
 def _encode_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns 8-bit codes of positive scales, and for each group its lowest scale and the step between codes.
+    """Returns 8-bit codes of scales, and for each group the bits of its lowest scale and the step between codes.
 
-    The codes divide the bits of the scales evenly. The bits of a positive float grow with its logarithm, so that the
-    relative error is the same for all scales of a group: 0.2 % if they differ by a factor of 2, 3 % for 65,000. A block
-    of zeros has any scale.
+    The codes are evenly spaced in the bits of the scales, which grow with the logarithm. The relative error is at most
+    0.2 % if the scales of a group differ by a factor of 2, and 3 % for a factor of 65,000; the codes of QLoRA lose
+    small scales next to a large one. The scale of a block of zeros has no effect.
     """
     bits = scales.view(torch.int32)
     groups = F.pad(bits, (0, -len(bits) % SCALE_GROUP)).view(-1, SCALE_GROUP)
@@ -253,7 +252,7 @@ class _Product(torch.autograd.Function):
         if torch.compiler.is_compiling():
             # The compiler would decode the weight once and keep it for the backward pass. As a function of the gradient
             # it cannot: the sum of no elements is 0, and costs nothing.
-            zero = gradient.reshape(-1)[:0].sum()
+            zero = gradient[:0].sum()
             codes, scales = codes + zero.to(codes.dtype), scales + zero.to(scales.dtype)
         input_gradient = None
         if ctx.needs_input_grad[0]:
