@@ -197,8 +197,8 @@ def _encode_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Returns 8-bit codes of scales, and for each group the bits of its lowest scale and the step between codes.
 
     The codes are evenly spaced in the bits of the scales, which grow with the logarithm. The relative error is at most
-    0.2 % if the scales of a group differ by a factor of 2, and 3 % for a factor of 65,000; the codes of QLoRA lose
-    small scales next to a large one. The scale of a block of zeros has no effect.
+    0.2 % if the scales of a group differ by a factor of 2, and 3 % for a factor of 65,000. The scale of a block of
+    zeros has no effect.
     """
     bits = scales.view(torch.int32)
     groups = F.pad(bits, (0, -len(bits) % SCALE_GROUP)).view(-1, SCALE_GROUP)
