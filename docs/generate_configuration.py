@@ -67,6 +67,7 @@ model takes them, but for `preset` and `kernels`. All about them, with examples:
 | `replace` | a section | Components by glob, each in the place of the sub-modules that it matches. |
 | `peft` | text or a section | Adapters of the PEFT library: `type` (`lora`, `ia3`, …) and the fields of its config. |
 | `lora` | a section | Adapters on linear layers: `match`, `rank`, `alpha`, `dropout`, `train`. |
+| `quantize` | `nf4`, `int8` or a section | Frozen weights under adapters in 4 or 8 bits: `type`, `match`. |
 | `freeze` | text, mapping or list of them | Globs of parameters not to train; `until_step`, `until_epoch` end it. |
 | `dtype` | `fp32`, `bf16`, `fp16` | What the weights are kept in; left out, as the model makes them: fp32. |
 | `sharding` | text or a section | How parameters are split over ranks: a packaged name, a file, or rules. |

@@ -14,7 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = Path(sys.prefix) / "integrations"
-FILES = ["tests/build/test_vision_components.py", "tests/test_ports.py::test_timm_imagefolder"]
+FILES = [
+    "tests/build/test_vision_components.py",
+    "tests/models/layers/test_published_nf4.py",
+    "tests/test_ports.py::test_timm_imagefolder",
+]
 
 
 @pytest.mark.skipif(not PACKAGES.is_dir(), reason="the packages of integration tests are not installed")

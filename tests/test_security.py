@@ -409,6 +409,12 @@ def test_the_name_of_an_adapter_needs_no_trust(tmp_path, settings):
     reject_untrusted(RunConfig.load(tmp_path / "config.yaml", trust=False))
 
 
+def test_the_type_of_quantized_weights_needs_no_trust(tmp_path):
+    quantize = {"type": "nf4", "match": "*_proj"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"type": "gpt2", "quantize": quantize}}))
+    reject_untrusted(RunConfig.load(tmp_path / "config.yaml", trust=False))
+
+
 @pytest.mark.parametrize("name", ["megatron_core", "tokenizer_name_or_path"])
 def test_settings_of_an_adapter_that_import_code_need_trust(tmp_path, name):
     settings = {"model": {"type": "gpt2", "peft": {"peft_type": "lora", name: "evil"}}}

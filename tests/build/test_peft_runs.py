@@ -12,6 +12,8 @@ from trainwright import RunConfig, build_trainer, cli, load_checkpoint
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.export.huggingface import export_run
+from trainwright.models.layers.quantized_linear import quantized_layers
+from trainwright.models.quantize import dequantize_model
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -138,6 +140,37 @@ def test_a_run_saves_the_trained_weights_alone_resumes_exactly_and_exports_what_
     torch.testing.assert_close(theirs(**batch()).logits, expected, rtol=1e-5, atol=1e-6)
     unadapted = transformers.LlamaForCausalLM.from_pretrained(llama)(**batch()).logits
     assert (unadapted - expected[:, -8:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "prompt_tuning"])
+def test_a_quantized_base_resumes_exactly_and_only_the_adapter_is_saved(tmp_path, llama, kind):
+    settings = ["model.quantize=nf4", "model.dtype=bf16"]
+    whole = build_trainer(load(tmp_path / "whole", llama, KINDS[kind], *settings))
+    whole.train()
+    layers = dict(quantized_layers(whole.model))
+    assert layers
+    assert all(name.endswith(".base_layer") for name in layers)
+    store = CheckpointStore(tmp_path / "whole" / "run" / "checkpoints")
+    assert set(store.read(4, "model")) == trained_names(whole.model)
+    assert {f"{name}.weight_codes" for name in layers} < set(store.read(4, "base")["hashes"])
+    build_trainer(load(tmp_path / "parts", llama, KINDS[kind], *settings, steps=2)).train()
+    build_trainer(load(tmp_path / "parts", llama, KINDS[kind], *settings)).train()
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    loaded = load_checkpoint(tmp_path / "whole" / "run")
+    assert torch.equal(loaded(**batch()).logits, whole.model.eval()(**batch()).logits)
+    dequantize_model(loaded)
+    assert torch.equal(loaded(**batch()).logits, whole.model(**batch()).logits)
+    folder = export_run(tmp_path / "whole" / "run", tmp_path / "adapter")
+    plain = transformers.LlamaForCausalLM.from_pretrained(llama)
+    peft.PeftModel.from_pretrained(plain, folder)
+
+
+def test_globs_of_quantized_layers_are_names_without_peft(tmp_path, llama):
+    trainer = build_trainer(load(tmp_path, llama, LORA, "model.quantize={type: int8, match: ['*.q_proj', lm_head]}"))
+    names = [f"model.layers.{layer}.self_attn.q_proj.base_layer" for layer in (0, 1)]
+    assert [name for name, _ in quantized_layers(trainer.model)] == [*names, "lm_head"]
+    with raises(ConfigError, "model.quantize", "model.lora"):
+        build_trainer(load(tmp_path / "prompts", llama, KINDS["prompt_tuning"], "model.quantize=nf4"))
 
 
 def test_a_checkpoint_of_an_adapter_is_a_small_share_of_its_base(tmp_path, llama):

@@ -5,7 +5,7 @@ import torch
 from tests.build.test_fp8_runs import EVERYWHERE, load, losses, train
 from tests.checkpoint.test_resume import same, weights
 from tests.gpu.test_no_waits_cuda import load as load_watched
-from tests.gpu.test_no_waits_cuda import watched
+from tests.gpu.test_no_waits_cuda import watched, write_rows
 from tests.models.layers.test_fp8_linear import RECIPES, error_of
 from torch import nn
 
@@ -122,15 +122,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path, mode):
 @pytest.mark.parametrize("mode", ["eager", "compile", "graph"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_step_waits_for_the_device(tmp_path, mode, recipe):
-    (tmp_path / "tokens.py").write_text(
-        "import torch\n"
-        "class Rows(torch.utils.data.Dataset):\n"
-        "    tokens_per_sample = 64\n"
-        "    def __len__(self): return 992\n"
-        "    def __getitem__(self, i):\n"
-        "        row = (torch.arange(64) * (i % 7 + 1)) % 128\n"
-        "        return {'input_ids': row, 'labels': row}\n"
-    )
+    write_rows(tmp_path)
     llama = "{type: llama, vocab_size: 128, hidden_size: 64, num_layers: 3, num_heads: 4, num_kv_heads: 2}"
     config = load_watched(
         tmp_path,

@@ -64,6 +64,19 @@ def load(tmp_path, *overrides):
     return RunConfig.load(PROJECT / "run.yaml", [*settings, *plain, *overrides])
 
 
+def write_rows(tmp_path):
+    """Writes tokens.py with a dataset of rows of 64 tokens."""
+    (tmp_path / "tokens.py").write_text(
+        "import torch\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    tokens_per_sample = 64\n"
+        "    def __len__(self): return 992\n"
+        "    def __getitem__(self, i):\n"
+        "        row = (torch.arange(64) * (i % 7 + 1)) % 128\n"
+        "        return {'input_ids': row, 'labels': row}\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("mode", "precision", "workers"),
     [
@@ -85,15 +98,7 @@ def test_a_hundred_steps_wait_for_nothing_between_log_steps(tmp_path, mode, prec
 
 @pytest.mark.parametrize("mode", ["eager", "compile", "graph"])
 def test_a_language_model_waits_for_nothing_either(tmp_path, mode):
-    (tmp_path / "tokens.py").write_text(
-        "import torch\n"
-        "class Rows(torch.utils.data.Dataset):\n"
-        "    tokens_per_sample = 64\n"
-        "    def __len__(self): return 992\n"
-        "    def __getitem__(self, i):\n"
-        "        row = (torch.arange(64) * (i % 7 + 1)) % 128\n"
-        "        return {'input_ids': row, 'labels': row}\n"
-    )
+    write_rows(tmp_path)
     llama = (
         "{type: llama, vocab_size: 128, hidden_size: 64, intermediate_size: 128, num_layers: 2, "
         "num_heads: 4, num_kv_heads: 2, max_positions: 64}"

@@ -93,6 +93,9 @@ def test_only_settings_that_are_not_used_yet_are_proposed():
     frugal = config(micro_batch_size=1, optimizer={"type": "adamw", "state_dtype": "bf16"}).derive(
         {"runtime.precision": "bf16", "model.lora": {"rank": 4}, "model.activation_checkpointing": ["Block"]}
     )
+    assert [each.partition("=")[0] for each in advice_for(frugal)] == ["model.quantize"]
+    assert advice_for(frugal.derive({"runtime.mesh": {"fsdp": 2}})) == []
+    frugal = frugal.derive({"model.quantize": "nf4"})
     assert advice_for(frugal) == []
     averaging = frugal.derive({"hooks": [{"type": "ema"}]})
     assert advice_for(averaging) == ["hooks: ema keeps a copy of the weights, and in evaluations a second."]

@@ -60,6 +60,7 @@ from trainwright.loop.state import Batch, split_batch
 from trainwright.loop.task import Task, overrides
 from trainwright.loop.trainer import Trainer, TrainIterator
 from trainwright.models.model import Model
+from trainwright.models.quantize import count_weights
 from trainwright.models.transformers_models import is_transformers_class
 from trainwright.optim.torch_schedules import accepts_optimizer, missing_lengths
 from trainwright.registry import resolve as registry
@@ -900,8 +901,8 @@ def _add_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Report)
     """Adds the sizes of the run to the report, and notes a batch that is larger than the data."""
     plan, data = assembly.plan, trainer.train_data
     assert data is not None
-    sizes = [(each.numel(), each.requires_grad) for each in trainer.model.parameters()]
-    total, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    total = count_weights(trainer.model)
+    trained = sum(each.numel() for each in trainer.model.parameters() if each.requires_grad)
     trains = "" if trained == total else f", {trained:,} of them trained"
     sets = [f"{name} {describe_size(each).removesuffix(' samples')}" for name, each in sets_of(trainer).items()]
     report.facts.append(f"{type(trainer.model).__name__} with {total:,} parameters{trains}")

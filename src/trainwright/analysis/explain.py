@@ -39,6 +39,7 @@ from trainwright.models.names import as_globs, matched_parameters
 from trainwright.models.peft_adapters import read_peft_settings
 from trainwright.models.presets import preset_settings
 from trainwright.models.pretrained import CONFIG_FILE, home_folders, on_meta, read_config_file
+from trainwright.models.quantize import choose_quantized, count_weights, quantize_model, read_quantize
 from trainwright.optim.param_groups import describe_unowned, make_groups, read_rules
 from trainwright.registry import resolve as registry
 from trainwright.registry.trust import reject_untrusted
@@ -227,7 +228,13 @@ class ModelRules:
         if config.model is not None:
             reserved = config.model.reserved
             self._build(config.model, target)
-            rules = {"replace": self._replace, "peft": self._peft, "lora": self._lora, "freeze": self._freeze}
+            rules = {
+                "replace": self._replace,
+                "peft": self._peft,
+                "lora": self._lora,
+                "quantize": self._quantize,
+                "freeze": self._freeze,
+            }
             for key, explain_rule in rules.items():
                 if reserved.get(key) is not None:
                     self._attempt(f"model.{key}", explain_rule, reserved[key])
@@ -314,6 +321,14 @@ class ModelRules:
         remark = f"adapters of {words}" if words else "adapters"
         self.of_model.append(_rule(f'lora "{", ".join(globs)}"', remark + _counted(layers, "layer")))
 
+    def _quantize(self, given: Any) -> None:
+        settings = read_quantize(thaw(given))
+        layers = [] if self.model is None else choose_quantized(self.model, settings)
+        if self.model is not None:
+            quantize_model(self.model, thaw(given))
+        globs = "the layers with an adapter" if settings.match is None else f'"{", ".join(settings.match)}"'
+        self.of_model.append(_rule(f"quantize {globs}", f"stored as {settings.type}{_counted(layers, 'layer')}"))
+
     def _peft(self, given: Any) -> None:
         adapter = read_peft_settings(thaw(given), origin=self.config.origin)
         settings = {key: value for key, value in _mapping(given) if key not in ("type", "peft_type")}
@@ -337,7 +352,7 @@ class ModelRules:
         if self.model is None:
             return
         parameters = list(self.model.parameters())
-        total = sum(each.numel() for each in parameters)
+        total = count_weights(self.model)
         trained = sum(each.numel() for each in parameters if each.requires_grad)
         share = "all" if trained == total else f"{trained:,} ({100 * trained / max(total, 1):.3g} %)"
         also = "; in addition to adapters also what the files lack" if {"lora", "pretrained"} <= set(reserved) else ""

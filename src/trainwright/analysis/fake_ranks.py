@@ -44,6 +44,7 @@ from trainwright.loop.trainer import Trainer, TrainIterator
 from trainwright.memory import offload
 from trainwright.models.pretrained import CONFIG_FILE, LoadReport, find_folder, read_config_file
 from trainwright.models.pretrained_facts import PretrainedFacts, without_paths
+from trainwright.models.quantize import count_weights
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import AXES, Mesh, lay_out
 from trainwright.parallel.sharding import ShardingPlan
@@ -268,7 +269,7 @@ def _imaginary_class(
             logger.info("The model was built in main memory, because it cannot be built on fake tensors: %s", error)
         parameters = list(model.parameters())
         saved = {id(each): each for each in model.state_dict(keep_vars=True).values() if isinstance(each, torch.Tensor)}
-        whole.num_parameters = sum(each.numel() for each in parameters)
+        whole.num_parameters = count_weights(model)
         whole.parameter_bytes = sum(each.nbytes for each in parameters)
         whole.saved_bytes = sum(each.nbytes for each in saved.values()) - _referenced_bytes(model, build.config)
         whole.plan = plan_of(model, build.config, mesh.sizes)

@@ -163,6 +163,12 @@ class Build:
                 problem += " A Python file defines it in `config`, or in a variable `model`."
             raise ConfigError(problem, where=where)
         project_dir, origin = Path(self.project_dir), self.config.origin
+        if self.ranks.mesh.is_split and section.reserved.get("quantize") is not None:
+            raise ConfigError(
+                "model.quantize supports runtime.mesh.replicate alone: codes of 4 and 8 bits are not sharded, so that "
+                "every rank would keep all of them. Remove the other axes, or remove quantize.",
+                where=origin("model.quantize"),
+            )
         is_split = self.ranks.size > 1 and self.ranks.mesh.is_split
         self.first_has_weights = is_split and self._reader is None and is_as_shipped(section, project_dir=project_dir)
         if self.first_has_weights:
@@ -847,5 +853,6 @@ def describe_dtypes(model: torch.nn.Module) -> str:
             "Trained weights are float16: small gradients and updates underflow to 0, and loss scaling does not help "
             "the weights. Use fp32 weights (model.dtype) with runtime.precision for speed, or bf16 weights."
         )
-    names = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})
+    # Integers are the codes of quantized weights, which have a line of their own.
+    names = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()})
     return "" if names in ([], ["float32"]) else f" in {' and '.join(names)}"

@@ -50,6 +50,7 @@ from trainwright.loop.trainer import Trainer, TrainerContext
 from trainwright.loop.update import LossScale, ScheduledOptimizer, Updater, persistent_buffers
 from trainwright.models.from_config import pretrained_source
 from trainwright.models.pretrained_facts import PretrainedFacts, read_facts, write_facts
+from trainwright.models.quantize import count_weights, describe_quantized
 from trainwright.optim.device_step import requires_closure, steps_only_whole
 from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
@@ -262,6 +263,9 @@ def _log_start(trainer: Trainer, build: Build) -> None:
         trainer.config.runtime.precision,
         trainer.config.runtime.mode,
     )
+    quantized = describe_quantized(trainer.model)
+    if quantized is not None:
+        logger.info("%s", quantized)
     if build.fp8_layers is not None:
         logger.info("%s", build.fp8_layers.describe())
     sets = sets_of(trainer)
@@ -288,7 +292,7 @@ def _log_start(trainer: Trainer, build: Build) -> None:
 
 def _count_parameters(trainer: Trainer) -> int:
     """Returns the number of parameters of the model, of which a pipeline stage has only its own."""
-    own = sum(each.numel() for each in trainer.model.parameters())
+    own = count_weights(trainer.model)
     pipeline, mesh = trainer.context.updater.pipeline, trainer.ranks.mesh
     if pipeline is None:
         return own

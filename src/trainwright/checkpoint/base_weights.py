@@ -73,7 +73,8 @@ def check_references(recorded: Mapping[str, Any], hashes: Mapping[str, str], *, 
         more = ", …" if len(other) > 5 else ""
         raise CheckpointError(
             f"It stores {len(expected)} frozen weights by reference to model.pretrained ({recorded['source']}), where "
-            f"these differ now: {', '.join(other[:5])}{more}. Restore the files that the run used.",
+            f"these differ now: {', '.join(other[:5])}{more}. Restore the files and the settings of the model that the "
+            "run used.",
             where=where,
         )
     return list(expected)

@@ -130,6 +130,7 @@ class ModelSection(Component):
         "pretrained",
         "peft",
         "lora",
+        "quantize",
         "replace",
         "freeze",
         "sharding",

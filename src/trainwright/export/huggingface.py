@@ -29,6 +29,7 @@ from trainwright.models.model import Model
 from trainwright.models.peft_adapters import peft_config_of, save_peft
 from trainwright.models.pretrained import SECTION_FILE, as_dtype, listed
 from trainwright.models.pretrained_facts import GENERATION_FILE, read_facts
+from trainwright.models.quantize import dequantize_model
 from trainwright.models.saving import changes_of_theirs, write_json, write_weights
 from trainwright.models.transformers_models import is_transformers_class
 from trainwright.registry import resolve as registry
@@ -141,6 +142,7 @@ def export_run(
     assert config is not None  # find_source has checked it
     with export_folder(folder, run=config.name, file_format=file_format, overwrite=overwrite) as staging:
         model = load_checkpoint(run, step, weights=weights, trust=trust)
+        dequantize_model(model)
         merge_lora(model)
         if wanted is not None:
             _reject_overflow(model, wanted)

@@ -26,6 +26,7 @@ from trainwright.events import Mean
 from trainwright.loop.task import overrides
 from trainwright.loop.trainer import Trainer
 from trainwright.models.layers.fp8_linear import scaled_product
+from trainwright.models.quantize import count_weights
 from trainwright.parallel.collectives import Ranks
 
 logger = logging.getLogger(__name__)
@@ -211,7 +212,7 @@ def flops_per_token(model: torch.nn.Module, ranks: Ranks, pipeline: Any = None) 
 
     Two each for the forward, the gradient of the activations and, if it is trained, the gradient of the weight.
     """
-    own = sum((6 if each.requires_grad else 4) * each.numel() for each in model.parameters())
+    own = 4 * count_weights(model) + 2 * sum(each.numel() for each in model.parameters() if each.requires_grad)
     if pipeline is not None:  # tied weights are on the first and on the last stage
         own -= sum(3 * each.numel() for each, _ in pipeline.tied)
     # The parameters of a pipeline stage are its own; those of the other layouts have their full shape on every rank.

@@ -224,11 +224,15 @@ def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool) 
     for label, optimizer in _optimizers(config):
         if optimizer.type == "adamw" and not {"state", "state_dtype"} & optimizer.arguments.keys():
             yield f"{label}.state=8bit: {_saving(held, STATE, 0.75)}both moments need a quarter of fp32."
-    if config.model is not None and not {"freeze", "lora"} & config.model.reserved.keys():
+    reserved = {} if config.model is None else config.model.reserved
+    if config.model is not None and not {"freeze", "lora"} & reserved.keys():
         yield (
             f"model.freeze, or model.lora: {_saving(held, GRADIENT, 1.0)}frozen parameters need no gradient and "
             "no optimizer state."
         )
+    is_split = any(size not in (None, 1) for axis, size in config.runtime.mesh if axis != "replicate")
+    if {"lora", "peft"} & reserved.keys() and "quantize" not in reserved and not is_split:
+        yield "model.quantize=nf4: frozen linear layers under adapters need a quarter of their memory in bf16."
     if any(hook.type == "ema" for hook in config.hooks):
         size = f" ({_size(held[PARAMETER]).strip()})" if held.get(PARAMETER) else ""
         yield f"hooks: ema keeps a copy of the weights{size}, and in evaluations a second."

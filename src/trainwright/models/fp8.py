@@ -6,7 +6,6 @@ where rounding errors affect the loss most. The layers themselves are in layers/
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from torch import nn
 
 from trainwright.errors import ConfigError
 from trainwright.models.layers.fp8_linear import MULTIPLE, Fp8Linear, Fp8LoRALinear, Recipe
+from trainwright.models.layers.quantized_linear import is_quantized
 from trainwright.models.lora import LoRALinear, is_conv1d
-from trainwright.models.names import names_module, unmatched
+from trainwright.models.names import last_parts, names_module, unmatched
 
 SMALLEST_GAIN = 1000
 """The smallest N·K / (N + K) of a layer from K to N values that is fp8 by default; a square layer of width 2000.
@@ -27,7 +27,6 @@ count 400 would be enough, but the compiler also recomputes expensive functions 
 an H200, fp8 shortens a step of TinyLlama (values of 1,024 and more) by a fifth and lengthens one of GPT-2 small (values
 up to 614) by 4 % (benchmarks/results/gpu.md)."""
 
-_MOST_SHOWN = 4
 _PLAIN = {nn.Linear: Fp8Linear, LoRALinear: Fp8LoRALinear}
 """The classes of layers that can be fp8, with the class that they get."""
 
@@ -43,12 +42,12 @@ class Fp8Layers:
     def describe(self) -> str:
         """Returns one line for the log, in which layers with the same last name are listed once."""
         number = len(self.chosen) + sum(map(len, self.left.values()))
-        text = f"{len(self.chosen)} of {number} linear layers train in fp8 ({self.recipe}): {_listed(self.chosen)}"
+        text = f"{len(self.chosen)} of {number} linear layers train in fp8 ({self.recipe}): {last_parts(self.chosen)}"
         return f"{text}. In bf16: {self.describe_left()}." if self.left else f"{text}."
 
     def describe_left(self) -> str:
         """Returns the layers in bf16 with the reasons."""
-        return "; ".join(f"{len(names)} {reason}: {_listed(names)}" for reason, names in self.left.items())
+        return "; ".join(f"{len(names)} {reason}: {last_parts(names)}" for reason, names in self.left.items())
 
 
 def use_fp8(
@@ -136,6 +135,8 @@ def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 def _why_impossible(layer: nn.Module) -> str:
     if is_conv1d(layer):
         return "a Conv1D of transformers (the model type gpt2 has the same weights in linear layers)"
+    if is_quantized(layer):
+        return "quantized (model.quantize), and multiplied in bf16"
     if type(layer) not in _PLAIN:
         return f"of the class {type(layer).__name__}, whose forward fp8 would replace"
     sizes = (layer.in_features, layer.out_features)
@@ -189,10 +190,3 @@ def _blocks(model: nn.Module, linear: Mapping[str, nn.Module]) -> tuple[set[str]
 
     visit("", model)
     return inside, outer
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Returns globs of the last parts of the names, without repeats."""
-    globs = list(dict.fromkeys(re.sub(r"^.*\.", "*.", name) for name in names))
-    more = f" and {len(globs) - _MOST_SHOWN} more" if len(globs) > _MOST_SHOWN else ""
-    return ", ".join(globs[:_MOST_SHOWN]) + more

@@ -1,4 +1,4 @@
-"""Builds a model from the `model` section: build, load pretrained weights, replace, adapt, freeze, in this order."""
+"""Builds a model from the `model` section: build, load pretrained weights, replace, adapt, quantize, freeze."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from trainwright.models.pretrained import (
     on_meta,
 )
 from trainwright.models.pretrained_facts import PretrainedFacts, gather_facts, restore_facts
+from trainwright.models.quantize import quantize_model, reject_unfrozen
 from trainwright.models.transformers_kernels import Kernels
 from trainwright.models.transformers_models import DTYPE_NAMES, build_transformers, is_transformers_class
 from trainwright.registry import resolve as registry
@@ -244,10 +245,18 @@ def build_model_section(
         settings = _lora_settings(reserved["lora"], origin)
         with _located("model.", origin("model.lora"), origin=origin):
             add_lora(model, **settings)
-        own = dict(model.named_parameters(remove_duplicate=False))
-        for name in own.keys() & set(drawn):
-            own[name].requires_grad_(True)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            parameter.requires_grad_(parameter.requires_grad or name in drawn)
+    if reserved.get("quantize") is not None:
+        with _located("model.", origin("model.quantize"), origin=origin):
+            renamed = quantize_model(model, thaw(reserved["quantize"]))
+        if facts is not None:
+            codes = {code for name in facts.loaded & renamed.keys() for code in renamed[name]}
+            facts = replace(facts, loaded=(facts.loaded - renamed.keys()) | codes)
     with _located("model.", origin("model.freeze")):
+        for rule in read_freeze(reserved.get("freeze", ())):
+            if rule.until_step is not None or rule.until_epoch is not None:
+                reject_unfrozen(model, matched_parameters("freeze", rule.globs, model))
         disable_untrainable_params(model, reserved.get("freeze", ()))
     return model, facts
 

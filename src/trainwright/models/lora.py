@@ -39,6 +39,9 @@ class LoRALinear(nn.Linear):
         """Returns the output without the adapter."""
         return F.linear(input, self.weight, self.bias)
 
+    def restore_weight(self) -> None:
+        """Makes `weight` a parameter; a subclass may store it in another form (layers/quantized_linear.py)."""
+
     def drop(self, input: Tensor) -> Tensor:
         """Returns the adapter's input, with dropout while training."""
         return F.dropout(input, self.lora_dropout, self.training)
@@ -136,10 +139,12 @@ def _adapt(
 def merge_lora(model: nn.Module) -> list[str]:
     """Adds each adapter's product to its layer's weight and makes the layer a plain nn.Linear, in place.
 
-    Returns the layers' names. The sum is rounded once, to the weight's dtype. Frozen parameters stay frozen.
+    Returns the layers' names. The sum is rounded once, to the weight's dtype. Frozen parameters stay frozen. To a
+    quantized layer, the product is added to the dequantized weight, not to the one before it was quantized.
     """
     layers = dict(lora_layers(model))
     for layer in layers.values():
+        layer.restore_weight()
         product = layer.lora_b @ layer.lora_a * (layer.lora_alpha / layer.lora_rank)
         layer.weight.copy_(layer.weight.to(product.dtype) + product)
         for name in ("lora_a", "lora_b", "lora_rank", "lora_alpha", "lora_dropout"):

@@ -8,7 +8,7 @@ optimizers are; a glob of modules also with the ends of names, for whose model c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -60,3 +60,14 @@ def unmatched(glob: str, names: Iterable[str], what: str) -> str:
     more = f" and {len(stacked) - MOST_SHOWN} more" if len(stacked) > MOST_SHOWN else ""
     listed = f" There are: {', '.join(stacked[:MOST_SHOWN])}{more}." if stacked else f" The model has no {what}."
     return f"no {what} matches {glob!r}.{guess}{listed}"
+
+
+def last_parts(names: Sequence[str], *, at_most: int = 4) -> str:
+    """Returns globs of the last parts of names, each once, for a log line.
+
+    >>> last_parts(["layers.0.q_proj", "layers.1.q_proj", "layers.1.v_proj"])
+    '*.q_proj, *.v_proj'
+    """
+    globs = list(dict.fromkeys(re.sub(r"^.*\.", "*.", name) for name in names))
+    more = f" and {len(globs) - at_most} more" if len(globs) > at_most else ""
+    return ", ".join(globs[:at_most]) + more

@@ -64,7 +64,7 @@ def _code_of(settings: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
         is_known = text in _BUILT_IN_TYPES or text.startswith(IN_CODE)
         # The trainers of `train` and `training_main`. Any other object there is rejected before it is called.
         is_known |= path == ("trainer", "type") and text.startswith("trainwright.api.")
-        is_known |= path == ("model", "peft", "type")
+        is_known |= path in (("model", "peft", "type"), ("model", "quantize", "type"))
         if path[0] == "imports" or (is_type and not is_known) or (not is_type and _names_function(settings, path)):
             yield path, text
 

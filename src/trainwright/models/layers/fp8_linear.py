@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.backends.backend import scales_rows
+from trainwright.models.layers.quantized_linear import QuantizedLoRALinear
 from trainwright.models.lora import LoRALinear, add_adapters
 
 Recipe = Literal["tensorwise", "rowwise"]
@@ -80,7 +81,8 @@ def linears(input: Tensor, *layers: nn.Module) -> list[Tensor]:
     if kind is Fp8Linear and is_fp8:
         return _fp8_linears(input, alike)
     # Each layer with dropout has a mask of its own.
-    if kind in (LoRALinear, Fp8LoRALinear) and not any(layer.training and layer.lora_dropout for layer in alike):
+    has_adapters = kind in (LoRALinear, Fp8LoRALinear, QuantizedLoRALinear)
+    if has_adapters and not any(layer.training and layer.lora_dropout for layer in alike):
         outputs = _fp8_linears(input, alike) if is_fp8 else [layer.base(input) for layer in alike]
         return add_adapters(input, alike, outputs)
     return [layer(input) for layer in layers]
