@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ def generate(
     generator: torch.Generator | None = None,
     use_cache: bool = True,
     reader: TokenReader | None = None,
-) -> Iterator[Tensor]:
+) -> Generator[Tensor, None, None]:
     """Yields the next token of each row, [B], `max_new_tokens` times, or until each row has stopped.
 
     `input_ids` are [B, S], without padding. A token is sampled from the `top_k` most likely (all, if None) and of those
