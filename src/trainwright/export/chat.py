@@ -25,6 +25,8 @@ class ChatFormat:
     """How conversations become tokens, and what ends a turn of the assistant."""
 
     tokenizer: Any
+    renderer: Any
+    """The tokenizer, or a copy of it as one of transformers, which applies templates."""
     template: str | None
     """Replaces the tokenizer's template; None keeps it, or ChatML if there is none."""
     stop_ids: frozenset[int]
@@ -33,7 +35,7 @@ class ChatFormat:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Returns the tokens of a conversation and of the beginning of the assistant's next turn."""
-        return _prompt(self.tokenizer, messages, self.template)
+        return _prompt(self.renderer, messages, self.template)
 
     def answer(self, model: nn.Module, messages: Sequence[Message], **options: Any) -> Continuation:
         """Returns the assistant's next turn; `options` are those of `Continuation`."""
@@ -54,28 +56,25 @@ def chat_format(tokenizer: Any, template: str | None = None) -> ChatFormat:
     The end of a turn is what the template writes after the assistant's text: its first special token or, without one,
     the text.
     """
-    if not isinstance(tokenizer, TextTokenizer) and not hasattr(tokenizer, "apply_chat_template"):
-        raise ConfigError(
-            f"A chat needs a tokenizer of a file, a folder or of transformers, not a {type(tokenizer).__name__}. "
-            "Set one: --tokenizer."
-        )
+    renderer = _renderer(tokenizer)
     question = {"role": "user", "content": _PROBE}
-    asked = _prompt(tokenizer, [question], template)
+    asked = _prompt(renderer, [question], template)
     try:
-        whole = _conversation(tokenizer, [question, {"role": "assistant", "content": _PROBE}], template)
+        whole = _conversation(renderer, [question, {"role": "assistant", "content": _PROBE}], template)
     except DataError:  # such as a template that only renders prompts: the tokenizer's end token is left
-        return ChatFormat(tokenizer, template, frozenset(), ())
+        return ChatFormat(tokenizer, renderer, template, frozenset(), ())
     # The prompt may have more than the finished turn, such as the beginning of a thought.
-    shared = next(
-        (n for n, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), min(len(asked), len(whole))
+    num_shared = next(
+        (n for n, (one, other) in enumerate(zip(asked, whole, strict=False)) if one != other),
+        min(len(asked), len(whole)),
     )
-    special = _special_ids(tokenizer)
-    turn = whole[shared:]
+    special = _special_ids(renderer)
+    turn = whole[num_shared:]
     stop = next((token for token in turn if token in special), None)
     if stop is not None:
-        return ChatFormat(tokenizer, template, frozenset({stop}), ())
+        return ChatFormat(tokenizer, renderer, template, frozenset({stop}), ())
     ending = str(tokenizer.decode(turn)).rpartition(_PROBE)[2].strip()
-    return ChatFormat(tokenizer, template, frozenset(), (ending,) if ending else ())
+    return ChatFormat(tokenizer, renderer, template, frozenset(), (ending,) if ending else ())
 
 
 def find_chat_template(run_or_folder: Path, *, trust: bool = False) -> str | None:
@@ -100,6 +99,26 @@ def _find_setting(value: Any, name: str) -> str | None:
     if isinstance(value.get(name), str):
         return str(value[name])
     return next((found for item in value.values() if (found := _find_setting(item, name)) is not None), None)
+
+
+def _renderer(tokenizer: Any) -> Any:
+    """Returns what applies chat templates for a tokenizer; one of the tokenizers library has none."""
+    if isinstance(tokenizer, TextTokenizer) or hasattr(tokenizer, "apply_chat_template"):
+        return tokenizer
+    if not hasattr(tokenizer, "token_to_id"):
+        raise ConfigError(
+            f"A chat needs a tokenizer of a file or a folder, of transformers or of tokenizers, not a "
+            f"{type(tokenizer).__name__}. Set one: --tokenizer."
+        )
+    try:
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ConfigError(
+            "Chat templates need transformers, which is not installed. Install it: pip install "
+            "'trainwright[transformers]'."
+        ) from error
+    make: Any = PreTrainedTokenizerFast  # has no types
+    return make(tokenizer_object=tokenizer)
 
 
 def _prompt(tokenizer: Any, messages: Sequence[Message], template: str | None) -> list[int]:
