@@ -10,7 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from trainwright.commands.terminal import CheckpointStep, Trust, Weights
+from trainwright.commands.terminal import (
+    CheckpointStep,
+    DeviceChoice,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TokenizerChoice,
+    TopK,
+    TopP,
+    Trust,
+    Weights,
+)
 from trainwright.errors import ConfigError, DataError
 from trainwright.safe_text import escape_controls
 
@@ -25,28 +36,15 @@ def chat(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="The longest answer in tokens, within the positions of the model.")
     ] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 selects the most likely token.")] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.", show_default="all")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the most likely tokens of this total probability.", show_default="all"),
-    ] = None,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that the conversation already contains become less likely.")
-    ] = 1.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, max=2**64 - 1, help="The random seed.", show_default="another each time"),
-    ] = None,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
     step: CheckpointStep = "latest",
     weights: Weights = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default="that of the run's data"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tokenizer: TokenizerChoice = None,
+    device: DeviceChoice = "auto",
     trust: Trust = False,
 ) -> None:
     """Talk to the model of a run: each line is a message, and the answer is shown while it is generated.
@@ -54,11 +52,9 @@ def chat(
     Conversations have the format of the tokenizer's chat template, or ChatML if it has none. /reset begins another
     conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer.
     """
-    import torch
-
     from trainwright.backends.backend import pick_backend
     from trainwright.export.chat import chat_format, find_chat_template
-    from trainwright.export.text import load_text_model
+    from trainwright.export.text import load_text_model, seeded_generator
     from trainwright.models.generation import Sampling, room_after
 
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -69,11 +65,7 @@ def chat(
         run, step=step, weights=weights, device=backend_device, tokenizer=tokenizer, trust=trust
     )
     layout = chat_format(found, find_chat_template(run, trust=trust))
-    generator = torch.Generator(backend_device)
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
+    generator = seeded_generator(backend_device, seed)
 
     def answer(messages: list[dict[str, Any]]) -> Any:
         num_tokens = len(layout.prompt(messages))

@@ -10,7 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from trainwright.commands.terminal import CheckpointStep, Trust, Weights
+from trainwright.commands.terminal import (
+    CheckpointStep,
+    DeviceChoice,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TokenizerChoice,
+    TopK,
+    TopP,
+    Trust,
+    Weights,
+)
 from trainwright.errors import ConfigError, DataError
 from trainwright.safe_text import escape_controls
 
@@ -37,37 +48,22 @@ def generate(
             min=1, help="How many tokens to generate at most.", show_default="200, or the positions of the model"
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 selects the most likely token.")] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.", show_default="all")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the most likely tokens of this total probability.", show_default="all"),
-    ] = None,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that the text already contains become less likely.")
-    ] = 1.0,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, max=2**64 - 1, help="The random seed.", show_default="another each time"),
-    ] = None,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
     step: CheckpointStep = "latest",
     weights: Weights = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default="that of the run's data"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tokenizer: TokenizerChoice = None,
+    device: DeviceChoice = "auto",
     trust: Trust = False,
 ) -> None:
     """Continue a text with the model of a run, streaming to the terminal, or each text of a file."""
     rows = _check(prompt, prompts, output=output, batch_size=batch_size)
 
-    import torch
-
     from trainwright.backends.backend import pick_backend
-    from trainwright.export.text import complete_texts, load_text_model, stream_text
+    from trainwright.export.text import complete_texts, load_text_model, seeded_generator, stream_text
 
     backend_device = pick_backend(device).device
     model, found = load_text_model(
@@ -75,13 +71,9 @@ def generate(
     )
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     options |= {"repetition_penalty": repetition_penalty, "max_new_tokens": max_new_tokens}
-    generator = torch.Generator(backend_device)
-    if seed is None:
-        seed = generator.seed()
-    else:
-        generator.manual_seed(seed)
+    generator = seeded_generator(backend_device, seed)
     if prompt is None:
-        made = complete_texts(model, found, rows, seed=seed, batch_size=batch_size or 16, **options)
+        made = complete_texts(model, found, rows, seed=generator.initial_seed(), batch_size=batch_size or 16, **options)
         lines = (
             {
                 "prompt": row,

@@ -8,7 +8,13 @@ from typing import Annotated
 
 import typer
 
-from trainwright.commands.terminal import CheckpointStep, Trust, Weights
+from trainwright.commands.terminal import (
+    CheckpointStep,
+    DeviceChoice,
+    TokenizerChoice,
+    Trust,
+    Weights,
+)
 
 
 def serve(
@@ -26,11 +32,8 @@ def serve(
     ] = None,
     step: CheckpointStep = "latest",
     weights: Weights = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default="that of the run's data"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    tokenizer: TokenizerChoice = None,
+    device: DeviceChoice = "auto",
     trust: Trust = False,
 ) -> None:
     """Serve the model of a run over HTTP for trying it: /v1/chat/completions, /v1/completions and /v1/models.

@@ -28,7 +28,7 @@ from trainwright.config.problems import nearest
 from trainwright.data.chat import read_messages
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.export.chat import ChatFormat
-from trainwright.export.text import Continuation
+from trainwright.export.text import Continuation, seeded_generator
 from trainwright.models.generation import Sampling
 from trainwright.safe_text import safe
 
@@ -373,11 +373,8 @@ def _read(given: Mapping[str, Any], name: str, kind: type[Any], wanted: str, def
 
 
 def _continue(served: ServedModel, request: Request) -> Continuation:
-    generator = torch.Generator(served.device)
-    if request.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(request.seed % 2**64)
+    seed = None if request.seed is None else request.seed % 2**64
+    generator = seeded_generator(served.device, seed)
     options = {**request.options, "generator": generator}
     if request.messages is not None:
         return served.format.answer(served.model, request.messages, **options)

@@ -202,6 +202,16 @@ def complete_texts(
             yield CompletedText(text, len(kept), is_stopped)
 
 
+def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
+    """Returns a generator with a seed from 0 to 2⁶⁴ − 1; None for another one each time."""
+    generator = torch.Generator(device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator
+
+
 def _prepare(
     model: nn.Module, tokenizer: Any, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None
 ) -> tuple[list[list[int]], int]:
