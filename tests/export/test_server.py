@@ -10,13 +10,23 @@ import time
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.export.runs import train_run
 from tests.export.test_chat import BYTES, Scripted
 from tests.messages import check_message, raises
 
 from trainwright.errors import ConfigError
 from trainwright.export.chat import chat_format
-from trainwright.export.server import ServedModel, make_server
+from trainwright.export.server import (
+    _IGNORED,
+    _NEUTRAL,
+    _READ,
+    RequestError,
+    ServedModel,
+    make_server,
+    read_request,
+)
 from trainwright.export.text import load_text_model, stream_text
 
 pytest.importorskip("transformers")
@@ -155,6 +165,35 @@ def test_an_invalid_request_is_answered_with_what_is_wrong(run, name):
     assert status == 400
     assert error["type"] == "invalid_request_error"
     check_message(error["message"])
+
+
+FIELDS = sorted(
+    {*_READ, *_NEUTRAL, *_IGNORED, "messages", "prompt", "role", "content", "type", "text", "include_usage"}
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5) | st.just("user"),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(FIELDS), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5), st.booleans(), st.booleans())
+def test_any_request_is_answered_or_rejected(body, is_chat, has_subject):
+    if has_subject:
+        body = {**body, "messages": HI} if is_chat else {**body, "prompt": "x"}
+    with contextlib.suppress(RequestError):
+        request = read_request(json.loads(json.dumps(body)), is_chat=is_chat, model="tiny")
+        assert set(request.options) >= {"temperature", "top_p", "top_k", "max_new_tokens", "stop_texts"}
+
+
+def test_a_text_that_is_not_valid_unicode_is_rejected(run):
+    with serving(*run) as send:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}),
+            ("/v1/completions", {"prompt": "\ud800"}),
+        ):
+            assert send(path, body)[0] == 400
 
 
 def test_other_invalid_requests_have_their_status(run):

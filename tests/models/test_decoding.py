@@ -309,3 +309,11 @@ def test_a_token_without_probability_is_never_selected(logits, number, top_k, to
     assert logits[int(token)] > -math.inf
     if top_k is not None:
         assert sum(other > logits[int(token)] for other in logits) < top_k
+
+
+def test_logits_that_are_not_numbers_select_a_token_of_the_vocabulary():
+    logits = torch.full((2, 5), math.nan)
+    for top_k in (None, 3):
+        chosen = select(logits, torch.tensor([0.1, 0.9]), temperature=1.0, top_k=top_k)
+        assert chosen.min() >= 0
+        assert chosen.max() < 5

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainwright.backends import pick_backend
@@ -145,23 +146,20 @@ class UncachedReader:
 
     def start(self, ids: Tensor, lengths: Sequence[int], *, copies: int, max_new_tokens: int) -> Tensor:
         """Reads prompts [P, S], padded on the right, of these lengths; each becomes `copies` rows."""
-        num_rows, length = len(ids) * copies, ids.shape[1]
-        self._ids = ids.new_zeros(num_rows, length + max_new_tokens)
-        self._ids[:, :length] = ids.repeat_interleave(copies, dim=0)
-        self._longest = length
-        self._rows = torch.arange(num_rows, device=ids.device)
+        self._ids = ids.repeat_interleave(copies, dim=0)
+        self._rows = torch.arange(len(self._ids), device=ids.device)
         self._lengths = _row_lengths(lengths, copies=copies, device=ids.device)
         return self._forward()
 
     def read(self, tokens: Tensor) -> Tensor:
         """Reads the next token [B] of each row."""
+        self._ids = F.pad(self._ids, (0, 1))
         self._ids[self._rows, self._lengths] = tokens
         self._lengths = self._lengths + 1
-        self._longest += 1
         return self._forward()
 
     def _forward(self) -> Tensor:
-        return _logits_at(self._model, self._ids[:, : self._longest], self._lengths - 1)
+        return _logits_at(self._model, self._ids, self._lengths - 1)
 
 
 class CachedReader:

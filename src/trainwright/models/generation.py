@@ -338,7 +338,8 @@ def select(
         probabilities = (logits / temperature).softmax(dim=-1)
     ends = probabilities.cumsum(dim=-1)
     places = uniforms.clamp(max=_LARGEST_UNIFORM)[:, None] * ends[:, -1:]
-    column = torch.searchsorted(ends, places, right=True)
+    # Without the limit, logits of nan would select a column that does not exist, which ends a process on a GPU.
+    column = torch.searchsorted(ends, places, right=True).clamp(max=ends.shape[-1] - 1)
     return (column if tokens is None else tokens.gather(-1, column)).squeeze(-1)
 
 
