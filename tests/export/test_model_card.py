@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from trainwright.cli import app
 from trainwright.errors import CheckpointError, ConfigError
-from trainwright.export.hub import check_hub, push_export
-from trainwright.export.huggingface import export_run
+from trainwright.export.huggingface import check_hub, export_run, push_export
 from trainwright.export.model_card import card_metrics, hub_name
 
 EVALUATED = RUN.replace(

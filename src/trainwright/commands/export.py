@@ -44,8 +44,7 @@ def export(
 
     README.md is a model card. An earlier export is replaced; other files in the folder are kept.
     """
-    from trainwright.export.hub import check_hub, push_export
-    from trainwright.export.huggingface import export_run
+    from trainwright.export.huggingface import check_hub, export_run, push_export
 
     if push is not None:
         check_hub(push)
