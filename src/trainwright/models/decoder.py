@@ -73,11 +73,13 @@ class DecoderModel(Model):
         if logits_at is None:
             return self._score(hidden, labels)
         rows = torch.arange(len(logits_at), device=logits_at.device)
-        if self.sequence.is_whole:
+        # States that are split over ranks (DTensors, a part of the sequence) cannot be indexed; their logits are whole.
+        if self.sequence.is_whole and not hasattr(hidden, "device_mesh"):
             return self._score(hidden[rows, logits_at][:, None], None)
         scored = self._score(hidden, None)
-        logits = scored["logits"]
-        assert logits is not None  # without labels there always are
+        logits: Any = scored["logits"]
+        if hasattr(logits, "full_tensor"):  # a DTensor
+            logits = logits.full_tensor()
         return {**scored, "logits": logits[rows, logits_at][:, None]}
 
     def count_targets(self, labels: Tensor) -> Tensor | None:
