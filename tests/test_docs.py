@@ -203,6 +203,44 @@ def test_the_page_on_models_works_from_the_first_line_to_the_last(reader, monkey
     assert Path("merged/model.safetensors").is_file()
 
 
+class TalkingReader(Reader):
+    """A reader who types a message into a chat, and leaves a server running while the page goes on."""
+
+    server = None
+
+    def type(self, line):
+        words = line.split()
+        if words[:2] == ["trainwright", "serve"]:
+            command = [sys.executable, "-m", "trainwright", *shlex.split(line)[1:], "--device", "cpu"]
+            self.server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert "http://127.0.0.1:8765/v1" in self.server.stdout.readline()
+        elif words[:2] == ["trainwright", "chat"]:
+            command = [sys.executable, "-m", "trainwright", *shlex.split(line)[1:]]
+            done = subprocess.run(command, input="Hi\n/exit\n", capture_output=True, text=True, check=True)
+            assert done.stdout.endswith("\n")
+            assert "/reset" in done.stderr
+        else:
+            super().type(line)
+
+
+def test_the_page_on_generation_works_from_the_first_line_to_the_last(in_tmp, monkeypatch, capfd, tmp_path):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRAINWRIGHT_SERVE_TOKEN", raising=False)
+    reader = TalkingReader(monkeypatch, capfd)
+    try:
+        for language, text in blocks_of((DOCS / "generation.md").read_text("utf-8")):
+            reader.read([(language, text)])
+            if not language:
+                assert reader.exit_code == 0, reader.shown
+    finally:
+        if reader.server is not None:
+            reader.server.kill()
+            reader.server.communicate()
+    rows = [json.loads(line) for line in Path("made.jsonl").read_text("utf-8").splitlines()]
+    assert [row["prompt"] for row in rows] == ["def read(", "import os"]
+
+
 def test_the_page_on_models_names_every_model_and_preset():
     page = (DOCS / "models.md").read_text("utf-8")
     rows = {line.split("|")[1]: line for line in page.splitlines() if line.startswith("| `")}

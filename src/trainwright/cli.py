@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import trainwright
+from trainwright.commands.chat import chat
 from trainwright.commands.check import check
 from trainwright.commands.checkpoints import checkpoints
 from trainwright.commands.components import components
@@ -25,6 +26,7 @@ from trainwright.commands.generate import generate
 from trainwright.commands.launch import launch
 from trainwright.commands.new import new
 from trainwright.commands.runs import runs
+from trainwright.commands.serve import serve
 from trainwright.commands.shard import shard
 from trainwright.commands.train import train
 from trainwright.errors import ConfigError, TrainwrightError
@@ -43,6 +45,8 @@ app.command()(launch)
 app.command()(evaluate)
 app.command()(export)
 app.command()(generate)
+app.command()(chat)
+app.command()(serve)
 app.command()(new)
 app.command()(explain)
 app.command()(check)

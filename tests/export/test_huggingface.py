@@ -202,7 +202,12 @@ def test_any_model_can_be_exported_as_plain_weights(tmp_path):
         export_run(folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
     written = export_run(folder, tmp_path / "weights", file_format="safetensors")
-    assert sorted(path.name for path in written.iterdir()) == ["export.json", "model.safetensors", "model.yaml"]
+    assert sorted(path.name for path in written.iterdir()) == [
+        "README.md",
+        "export.json",
+        "model.safetensors",
+        "model.yaml",
+    ]
     fresh = load_checkpoint(folder, 4)
     for parameter in fresh.parameters():
         torch.nn.init.zeros_(parameter)

@@ -16,7 +16,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainwright.data.tokenizer import load_tokenizer
 from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.export.huggingface import export_run
-from trainwright.export.text import TextStream, encode_prompt, end_tokens, load_text_model, num_tokens_of, stream_text
+from trainwright.export.text import (
+    Continuation,
+    TextStream,
+    complete_texts,
+    encode_prompt,
+    end_tokens,
+    load_text_model,
+    num_tokens_of,
+    stream_text,
+)
 
 BYTES = load_tokenizer("bytes")
 PROJECT = Path(__file__).parents[1] / "project"
@@ -175,3 +184,41 @@ def test_without_a_length_the_text_ends_at_the_positions_and_one_beyond_is_rejec
     assert "".join(stream_text(model, BYTES, "x", temperature=0.0)) == "a" * 8
     with raises(DataError, "8"):
         next(stream_text(model, BYTES, "x", max_new_tokens=9))
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "num_tokens"),
+    [(["c"], "ab", 3), (["bcx", "cd"], "ab", 4), (["zz"], "abcde", 5), (["de", "abc"], "", 3), (["ex"], "abcde", 5)],
+)
+def test_a_text_ends_before_one_that_stops_it(stops, text, num_tokens):
+    model = Counting(*map(ord, "abcde"))
+    made = Continuation(model, BYTES, "x", max_new_tokens=5, temperature=0.0, stop_texts=stops)
+    chunks = list(made)
+    assert "".join(chunks) == text
+    assert all(chunks)
+    assert made.num_tokens == num_tokens
+    assert made.is_stopped == (text != "abcde")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text("ab", min_size=1, max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_no_text_that_stops_is_shown_and_nothing_is_lost(text, stops):
+    model = Counting(*map(ord, text))
+    made = Continuation(model, BYTES, "x", max_new_tokens=len(text), temperature=0.0, stop_texts=stops)
+    shown = "".join(made)
+    read = next((text[:end] for end in range(len(text) + 1) if any(stop in text[:end] for stop in stops)), None)
+    assert shown == (text if read is None else read[: min(read.find(stop) for stop in stops if stop in read)])
+    assert made.is_stopped == (read is not None)
+
+
+def test_texts_of_a_batch_are_those_of_each_alone(run):
+    model, tokenizer = load_text_model(run)
+    prompts = ["def ", "x", [100, 101, 102], "grüße"]
+    options = {"seed": 5, "temperature": 1.2, "top_k": 40}
+    together = list(complete_texts(model, tokenizer, prompts, **options))
+    assert together == list(complete_texts(model, tokenizer, prompts, batch_size=1, **options))
+    assert max(each.num_tokens for each in together) <= 64 - len("grüße".encode()) + 1
+    other = list(complete_texts(model, tokenizer, prompts, **{**options, "seed": 6}))
+    assert [each.text for each in other] != [each.text for each in together]
+    with raises(DataError, "1"):
+        next(complete_texts(model, tokenizer, ["a", ""]))

@@ -10,7 +10,8 @@ from tests.models.folders import our_llama, reference, tokens
 from trainwright.errors import ConfigError, DataError
 from trainwright.models.bert import Bert, BertClassifier
 from trainwright.models.cnn import CNN
-from trainwright.models.generation import KeyValueCache, generate, room_after, sample
+from trainwright.models.decoding import KeyValueCache
+from trainwright.models.generation import generate, room_after, sample
 from trainwright.models.t5 import T5
 
 

@@ -17,7 +17,8 @@ from tests.models.parity import (
 
 from trainwright.data.pack import pack
 from trainwright.errors import ConfigError, DataError
-from trainwright.models.generation import KeyValueCache, generate
+from trainwright.models.decoding import KeyValueCache
+from trainwright.models.generation import generate
 from trainwright.models.gpt2 import GPT2
 
 SIZES = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}

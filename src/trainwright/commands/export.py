@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from trainwright.commands.terminal import CheckpointStep, Trust, Weights
+from trainwright.errors import ConfigError
 
 ExportFormat = StrEnum("ExportFormat", ["huggingface", "safetensors"])
 WeightDtype = StrEnum("WeightDtype", ["bf16", "fp16", "fp32"])
@@ -28,14 +29,27 @@ def export(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace files in a folder that is not an earlier export.")
     ] = False,
+    push: Annotated[
+        str | None,
+        typer.Option(
+            help="Upload the folder to this repository of the Hugging Face hub: owner/name.", show_default="no"
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="With --push: a new repository is public instead of private.")
+    ] = False,
     trust: Trust = False,
 ) -> None:
     """Write the model of a run into a folder: in Hugging Face's layout, or as plain safetensors.
 
-    An earlier export is replaced; other files in the folder are kept.
+    README.md is a model card. An earlier export is replaced; other files in the folder are kept.
     """
-    from trainwright.export.huggingface import export_run
+    from trainwright.export.huggingface import check_hub, export_run, push_export
 
+    if push is not None:
+        check_hub(push)
+    elif public:
+        raise ConfigError("--public has no effect without --push owner/name.")
     precision = None if dtype is None else dtype.value
     written = export_run(
         run,
@@ -48,3 +62,5 @@ def export(
         trust=trust,
     )
     print(written)
+    if push is not None:
+        print(push_export(written, push, is_public=public))

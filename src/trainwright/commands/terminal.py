@@ -35,6 +35,24 @@ Weights = Annotated[
     WeightsChoice | None,
     typer.Option(help="Averaged or trained weights.", show_default="those that the run evaluates with"),
 ]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 selects the most likely token.")]
+TopK = Annotated[
+    int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.", show_default="all")
+]
+TopP = Annotated[
+    float | None, typer.Option(help="Sample from the most likely tokens of this total probability.", show_default="all")
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1, tokens that the text already contains become less likely.")
+]
+Seed = Annotated[
+    int | None, typer.Option(min=0, max=2**64 - 1, help="The random seed.", show_default="another each time")
+]
+TokenizerChoice = Annotated[
+    str | None,
+    typer.Option(help="A tokenizer.json, a folder with one, or bytes.", show_default="that of the run's data"),
+]
+DeviceChoice = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 

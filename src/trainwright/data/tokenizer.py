@@ -333,7 +333,9 @@ class _TransformersEngine:
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         numbers = {role: getattr(self._tokenizer, f"{role}_token_id", None) for role in ROLES}
         self.roles = {role: number for role, number in numbers.items() if number is not None}
-        self.special_ids = frozenset(self._tokenizer.all_special_ids)
+        added = self._tokenizer.added_tokens_decoder  # all_special_ids has only those with a role
+        marked = {number for number, token in added.items() if token.special}
+        self.special_ids = frozenset({*self._tokenizer.all_special_ids, *marked})
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]

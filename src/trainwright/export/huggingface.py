@@ -1,9 +1,10 @@
-"""Exports the model of a run to a folder, in Hugging Face's layout or as plain safetensors."""
+"""Exports the model of a run to a folder, in Hugging Face's layout or as plain safetensors, and uploads it."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,26 +15,38 @@ import torch
 from torch import nn
 
 from trainwright.build.data import DatasetBuilder
-from trainwright.checkpoint.listing import CHECKPOINTS
+from trainwright.checkpoint.listing import CHECKPOINTS, checkpoints_location
+from trainwright.checkpoint.remote_store import open_store
+from trainwright.checkpoint.resume import pick_step
 from trainwright.checkpoint.run_folder import read_config
 from trainwright.config import ModelSection, RunConfig
 from trainwright.config.files import save_document
 from trainwright.config.yaml_text import absolute
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_of
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
-from trainwright.export.load import FORMATS, export_folder, find_source, is_path, load_checkpoint, without_paths
+from trainwright.export.load import (
+    FORMATS,
+    earlier_files,
+    export_folder,
+    find_source,
+    is_path,
+    load_checkpoint,
+    without_paths,
+)
+from trainwright.export.model_card import CARD_FILE, Library, card_metrics, hub_name, model_card
 from trainwright.models.from_config import pretrained_folder, pretrained_source
 from trainwright.models.key_map import KeyMap
 from trainwright.models.lora import merge_lora
 from trainwright.models.model import Model
 from trainwright.models.peft_adapters import peft_config_of, save_peft
-from trainwright.models.pretrained import SECTION_FILE, as_dtype, listed
+from trainwright.models.pretrained import CONFIG_FILE, SECTION_FILE, as_dtype, listed, read_json
 from trainwright.models.pretrained_facts import GENERATION_FILE, read_facts
 from trainwright.models.quantize import dequantize_model
 from trainwright.models.saving import changes_of_theirs, write_json, write_weights
 from trainwright.models.transformers_models import is_transformers_class
 from trainwright.registry import resolve as registry
 from trainwright.registry.trust import DATA_SECTIONS, reject_untrusted
+from trainwright.writers.json_lines import read_history
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +143,9 @@ def export_run(
     model's settings. Adapters of `model.lora` are merged into the weights; of `model.peft` the adapter alone is
     written, in peft's layout. `dtype` (bf16, fp16, fp32) converts them.
 
-    An earlier export is replaced; other files are kept. Any other folder that is not empty raises unless `overwrite`
-    is set, which replaces files of the same names and keeps the others. `trust` is that of `load_checkpoint`.
+    README.md is the model card (model_card.py), unless the folder has another README.md. An earlier export is replaced;
+    other files are kept. Any other folder that is not empty raises unless `overwrite` is set, which replaces files of
+    the same names and keeps the others. `trust` is that of `load_checkpoint`.
     """
     if file_format not in FORMATS:
         raise ConfigError(f"Unknown format {file_format!r}. Use one of: {', '.join(FORMATS)}.", where="format")
@@ -157,6 +171,11 @@ def export_run(
             if config.model is not None:
                 save_document(staging / SECTION_FILE, _model_settings(model, config.model))
         _add_tokenizer(config, staging)
+        if (folder / CARD_FILE).exists() and CARD_FILE not in (earlier_files(folder) or ()):
+            (staging / CARD_FILE).unlink(missing_ok=True)  # peft writes one
+            logger.info("%s is kept: the export has no model card.", folder / CARD_FILE)
+        else:
+            _add_card(model, config, staging, run=Path(run), step=step, file_format=file_format)
     return folder
 
 
@@ -250,6 +269,37 @@ def _add_tokenizer(config: RunConfig, folder: Path) -> None:
         logger.warning("The export has no tokenizer: %s", error)
 
 
+def _add_card(
+    model: nn.Module, config: RunConfig, folder: Path, *, run: Path, step: int | str, file_format: str
+) -> None:
+    """Writes the model card, with the metrics up to the step."""
+    run_folder, named_step = find_source(run)
+    store = open_store(checkpoints_location(run_folder, config))
+    chosen = pick_step(store, step if named_step is None else named_step, best=config.checkpoint.keep_best)
+    settings = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
+    library: Library = "safetensors"
+    if peft_config_of(model) is not None:
+        library = "peft"
+    elif file_format == "huggingface":
+        library = "trainwright" if str(settings.get("model_type")).startswith("trainwright_") else "transformers"
+    section = config.model
+    source = None
+    if section is not None and "pretrained" in section.reserved:
+        source = pretrained_source(section, project_dir=Path(config.project_dir))
+    history = read_history(run_folder)
+    card = model_card(
+        config,
+        step=chosen,
+        metrics=card_metrics(history, chosen, has_best=config.checkpoint.keep_best is not None),
+        class_name=type(model).__name__,
+        num_parameters=sum(one.numel() for one in model.parameters()),
+        library=library,
+        base_model=hub_name(source),
+        architecture=next(iter(settings.get("architectures") or []), None),
+    )
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+
+
 def _add_generation(model: nn.Module, run_folder: Path, folder: Path) -> None:
     """Writes the generation settings of a run's pretrained folder, which a Model does not keep."""
     facts = read_facts(run_folder) if isinstance(model, Model) else None
@@ -266,3 +316,53 @@ def _check_outside(folder: Path, run: Path) -> None:
         if home.is_relative_to(path) or path.is_relative_to(home / CHECKPOINTS):
             what = "contains the run" if home.is_relative_to(path) else "contains the checkpoints of the run"
             raise CheckpointError(f"{folder} {what}. Choose another folder, such as {run / 'exports' / 'hf'}.")
+
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+
+
+def check_hub(repository: str) -> None:
+    """Rejects a name that is not owner/name, and a missing package or token, before anything is exported."""
+    if not _REPOSITORY.fullmatch(repository):
+        raise ConfigError(f'--push: "{repository}" is not the name of a repository. Use owner/name.')
+    try:
+        from huggingface_hub import get_token
+    except ImportError as error:
+        raise ConfigError(
+            "--push needs huggingface_hub, which is not installed. Install it: pip install "
+            "'trainwright[huggingface_hub]'."
+        ) from error
+    if not get_token():
+        raise ConfigError(
+            "--push: there is no token of the Hugging Face hub. Log in once with `hf auth login`, or set the variable "
+            "HF_TOKEN to a token that may write (huggingface.co/settings/tokens)."
+        )
+
+
+def push_export(folder: Path, repository: str, *, is_public: bool = False) -> str:
+    """Uploads the files of an export to a repository of models, and returns its address.
+
+    A missing repository is created, private unless `is_public`; an existing one keeps its visibility. Files of the
+    folder that are not part of the export stay here.
+    """
+    check_hub(repository)
+    from huggingface_hub import HfApi
+
+    files = earlier_files(folder)
+    if not files:
+        raise CheckpointError(f"{folder} is not an export. Export the run first.")
+    api: Any = HfApi()
+    try:
+        address = api.create_repo(repository, repo_type="model", private=not is_public, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            repo_type="model",
+            folder_path=folder,
+            allow_patterns=sorted(re.sub(r"([*?\[])", r"[\1]", name) for name in files),
+            commit_message="Upload the export of a run",
+        )
+    except Exception as error:  # of the network, of the hub, and of the rights of the token
+        raise CheckpointError(
+            f"The export is complete in {folder}, but was not pushed to {repository}: {type(error).__name__}: {error}"
+        ) from error
+    return str(address)

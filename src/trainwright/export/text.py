@@ -1,8 +1,13 @@
-"""Streams generated text from a model: encodes a prompt, and decodes tokens to text of complete characters."""
+"""Text from a model: encodes prompts, and decodes tokens to text of complete characters.
+
+`stream_text` yields the continuation of one prompt while it is generated; `complete_texts` returns those of many. The
+prompt of a chat comes from chat.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +15,12 @@ import torch
 from torch import nn
 
 from trainwright.checkpoint.run_folder import find_run, read_config
+from trainwright.data.order import mix_seed
 from trainwright.data.tokenizer import USUAL_NAMES, TextTokenizer, load_tokenizer
 from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.export.huggingface import TOKENIZER_FILES, find_tokenizer
 from trainwright.export.load import load_checkpoint
-from trainwright.models.generation import generate, reject_non_decoder, room_after
+from trainwright.models.generation import generate, reject_non_decoder, room_after, sample_completions
 from trainwright.models.model import AutoModel, Model
 from trainwright.models.pretrained import CONFIG_FILE
 
@@ -61,34 +67,173 @@ def stream_text(
 ) -> Iterator[str]:
     """Yields the continuation of a prompt in chunks of complete characters, while it is generated.
 
-    The default of `max_new_tokens` is 200, or the number of positions that the model has left. `sampling` has the
-    further arguments of generation.py's `generate`: temperature, top_k, top_p, generator. The text ends at the
-    tokenizer's end token. A token that the tokenizer does not have, which a model with a larger vocabulary may
-    sample, is shown by its number: <50300>.
+    The arguments are those of `Continuation`.
     """
-    reject_non_decoder(model)
-    tokens = encode_prompt(tokenizer, prompt)
-    if not tokens:
-        raise DataError("The prompt has no tokens. Pass at least one character.")
-    _reject_foreign_tokens(model, tokens)
+    yield from Continuation(model, tokenizer, prompt, max_new_tokens=max_new_tokens, **sampling)
+
+
+class Continuation:
+    """The continuation of a prompt: an iterator of chunks of complete characters, generated while it is read.
+
+    `prompt` is text or tokens. The default of `max_new_tokens` is 200, or the number of positions that the model has
+    left. `sampling` has the further arguments of generation.py's `generate`: temperature, top_k, top_p, generator. The
+    text ends at the tokenizer's end token, one of `stop_ids`, or before one of `stop_texts`. A token that the tokenizer
+    does not have, which a model with a larger vocabulary may sample, is shown by its number: <50300>.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        prompt: str | Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        stop_ids: Collection[int] = (),
+        stop_texts: Sequence[str] = (),
+        **sampling: Any,
+    ) -> None:
+        [self.prompt], max_new_tokens = _prepare(model, tokenizer, [prompt], max_new_tokens)
+        self.num_tokens = 0
+        """The generated tokens so far, without the one that ends the text."""
+        self.is_stopped = False
+        """True once the text has ended at a token or text that stops it, False if at `max_new_tokens`."""
+        self._text = TextStream(tokenizer, self.prompt)
+        self._stop_ids = {*end_tokens(tokenizer), *stop_ids}
+        self._stop_texts = [text for text in stop_texts if text]
+        self._steps = generate(
+            model,
+            torch.tensor([self.prompt], device=_device_of(model)),
+            max_new_tokens=max_new_tokens,
+            stop_ids=self._stop_ids,
+            **sampling,
+        )
+        self._chunks = self._generate()
+
+    def __iter__(self) -> Iterator[str]:
+        return self._chunks
+
+    def close(self) -> None:
+        """Ends the generation, and returns the model to its previous mode."""
+        self._chunks.close()
+        self._steps.close()
+
+    def _generate(self) -> Generator[str, None, None]:
+        held = ""  # may be the beginning of a text that stops
+        for chunk in self._chunks_until_stop_id():
+            held += chunk
+            place = min((at for stop in self._stop_texts if (at := held.find(stop)) >= 0), default=None)
+            if place is not None:
+                self.is_stopped = True
+                self._steps.close()
+                if held[:place]:
+                    yield held[:place]
+                return
+            ready = len(held) - _length_of_beginning(held, self._stop_texts)
+            if ready:
+                yield held[:ready]
+            held = held[ready:]
+        if held:
+            yield held
+
+    def _chunks_until_stop_id(self) -> Iterator[str]:
+        for [token] in self._steps:
+            if int(token) in self._stop_ids:
+                self.is_stopped = True
+                break
+            self.num_tokens += 1
+            chunk = self._text.push(int(token))
+            if chunk:
+                yield chunk
+        self._steps.close()
+        rest = self._text.finish()
+        if rest:
+            yield rest
+
+
+def _length_of_beginning(text: str, stops: Sequence[str]) -> int:
+    """Returns the length of the longest end of a text with which one of `stops` begins."""
+    longest = min(len(text), max(map(len, stops), default=0))
+    return next((size for size in range(longest, 0, -1) if any(stop.startswith(text[-size:]) for stop in stops)), 0)
+
+
+@dataclass(frozen=True)
+class CompletedText:
+    """The continuation of one prompt of `complete_texts`."""
+
+    text: str
+    num_tokens: int
+    """The generated tokens, without the one that ends the text."""
+    is_stopped: bool
+    """True if the text ended at the tokenizer's end token, False if at `max_new_tokens`."""
+
+
+def complete_texts(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    seed: int = 0,
+    max_new_tokens: int | None = None,
+    batch_size: int = 16,
+    **sampling: Any,
+) -> Iterator[CompletedText]:
+    """Yields the continuation of each prompt, in their order; `batch_size` prompts are generated at a time.
+
+    The text for a prompt depends on the prompt, `seed` and the number of the prompt, not on `batch_size`. The default
+    of `max_new_tokens` is 200, or the number of positions that the model has left after the longest prompt. `sampling`
+    has the further arguments of generation.py's `sample_completions`: temperature, top_k, top_p, repetition_penalty.
+    """
+    rows, max_new_tokens = _prepare(model, tokenizer, prompts, max_new_tokens)
     stops = end_tokens(tokenizer)
-    device = next((one.device for one in model.parameters()), torch.device("cpu"))
-    text = TextStream(tokenizer, tokens)
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        made = sample_completions(
+            model,
+            batch,
+            seeds=[mix_seed(seed, start + number) for number in range(len(batch))],
+            max_new_tokens=max_new_tokens,
+            stop_ids=stops,
+            **sampling,
+        )
+        for prompt, tokens, is_stopped in zip(batch, made.rows(), made.is_stopped.tolist(), strict=True):
+            kept = tokens[:-1] if is_stopped else tokens
+            stream = TextStream(tokenizer, prompt)
+            text = "".join(map(stream.push, kept)) + stream.finish()
+            yield CompletedText(text, len(kept), is_stopped)
+
+
+def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
+    """Returns a generator with a seed from 0 to 2⁶⁴ − 1; None for another one each time."""
+    generator = torch.Generator(device)
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator
+
+
+def _prepare(
+    model: nn.Module, tokenizer: Any, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None
+) -> tuple[list[list[int]], int]:
+    """Returns the tokens of each prompt, and how many follow at most."""
+    reject_non_decoder(model)
+    rows = []
+    for number, prompt in enumerate(prompts):
+        tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        if not tokens:
+            which = f"prompt {number} (counted from 0)" if len(prompts) > 1 else "prompt"
+            raise DataError(f"The {which} has no tokens. Pass at least one character.")
+        _reject_foreign_tokens(model, tokens)
+        rows.append(tokens)
     if max_new_tokens is None:
-        room = room_after(model, len(tokens))
-        max_new_tokens = (
-            DEFAULT_MAX_NEW_TOKENS if not room else min(DEFAULT_MAX_NEW_TOKENS, room)
-        )  # generate raises for 0
-    prompt_ids = torch.tensor([tokens], device=device)
-    for [token] in generate(model, prompt_ids, max_new_tokens=max_new_tokens, stop_ids=stops, **sampling):
-        if int(token) in stops:
-            break
-        chunk = text.push(int(token))
-        if chunk:
-            yield chunk
-    rest = text.finish()
-    if rest:
-        yield rest
+        room = room_after(model, max(map(len, rows)))
+        # generate raises for 0
+        max_new_tokens = DEFAULT_MAX_NEW_TOKENS if not room else min(DEFAULT_MAX_NEW_TOKENS, room)
+    return rows, max_new_tokens
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((one.device for one in model.parameters()), torch.device("cpu"))
 
 
 class TextStream:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainwright.errors import DataError
 from trainwright.events.mean import IGNORED_LABEL
-from trainwright.models.generation import KeyValueCache, LayerCache, append_tokens
+from trainwright.models.decoding import KeyValueCache, LayerCache
+from trainwright.models.generation import append_tokens
 from trainwright.models.layers.annotations import name_tensor
 from trainwright.models.layers.attention import Mask, WholeSequence, decoder_mask, next_tokens
 from trainwright.models.layers.losses import score_tokens
@@ -44,6 +46,7 @@ class DecoderModel(Model):
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        logits_at: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
         """Maps tokens [B, S] to logits [B, S, vocabulary] and, given labels, their mean loss.
 
@@ -58,12 +61,26 @@ class DecoderModel(Model):
 
         While training with labels, `logits` may be None: see `fused_loss`.
 
-        With a `cache` (generation.py) the tokens continue those in the cache, and are added to it.
+        With a `cache` (decoding.py) the tokens continue those in the cache, and are added to it. `logits_at` [B] is the
+        position of each row whose logits are needed: they are then [B, 1, vocabulary].
         """
         self._check_tokens(input_ids, cache)
         if cache is not None and not (attention_mask is None and position_ids is None and document_ids is None):
             raise DataError("A cache needs full rows: remove attention_mask, position_ids and document_ids.")
-        return self._score(self.body(input_ids, attention_mask, position_ids, document_ids, cache), labels)
+        if logits_at is not None and labels is not None:
+            raise DataError("logits_at selects one position of each row, but labels need all. Remove one of the two.")
+        hidden = self.body(input_ids, attention_mask, position_ids, document_ids, cache)
+        if logits_at is None:
+            return self._score(hidden, labels)
+        rows = torch.arange(len(logits_at), device=logits_at.device)
+        # States that are split over ranks (DTensors, a part of the sequence) cannot be indexed; their logits are whole.
+        if self.sequence.is_whole and not hasattr(hidden, "device_mesh"):
+            return self._score(hidden[rows, logits_at][:, None], None)
+        scored = self._score(hidden, None)
+        logits: Any = scored["logits"]
+        if hasattr(logits, "full_tensor"):  # a DTensor
+            logits = logits.full_tensor()
+        return {**scored, "logits": logits[rows, logits_at][:, None]}
 
     def count_targets(self, labels: Tensor) -> Tensor | None:
         """Returns the number of predicted tokens; the first one of a row is not predicted."""
@@ -98,7 +115,9 @@ class DecoderModel(Model):
 
     def _check_tokens(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> None:
         check_ids(input_ids)
-        check_length(input_ids.shape[1] + (0 if cache is None else cache.length), self.max_positions)
+        # Rows with lengths of their own are checked before the first token: here that would wait for the device.
+        num_before = 0 if cache is None or cache.lengths is not None else cache.length
+        check_length(input_ids.shape[1] + num_before, self.max_positions)
 
     def _score(self, hidden: Tensor, labels: Tensor | None) -> dict[str, Tensor | None]:
         """Maps normalized states [B, S, D] to the logits and, given labels, their mean loss."""
@@ -139,7 +158,11 @@ class DecoderStack(nn.Module):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Runs every layer with the same mask and positions, which are computed once."""
-        start = 0 if cache is None else cache.length
+        start = 0
+        if cache is not None and cache.lengths is not None:
+            position_ids = cache.lengths[:, None]
+        elif cache is not None:
+            start = cache.length
         hidden = self.begin(input_ids, position_ids, start=start)
         positional = self.positional(input_ids, position_ids, start=start)
         if cache is None:

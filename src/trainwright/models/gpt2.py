@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.decoder import DecoderModel, DecoderStack, attend_causally
-from trainwright.models.generation import LayerCache
+from trainwright.models.decoding import LayerCache
 from trainwright.models.layers.attention import Mask, WholeSequence, split_heads
 from trainwright.models.layers.settings import activation as find_activation
 from trainwright.models.layers.settings import check_heads, check_keywords, draw_weights, embed, keywords_of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainwright.errors import ConfigError
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.models.decoder import DecoderModel, DecoderStack, attend_causally
-from trainwright.models.generation import LayerCache
+from trainwright.models.decoding import LayerCache
 from trainwright.models.layers.attention import Mask, WholeSequence, split_heads
 from trainwright.models.layers.fp8_linear import linears
 from trainwright.models.layers.rotary import Rotations, checked_scaling, rotary_angles, rotate

@@ -1,0 +1,149 @@
+"""Generation: transformers' `generate` with a static cache beside ours, for a small Llama with the same weights.
+
+    OMP_NUM_THREADS=1 python benchmarks/generation.py [--output FOLDER] [--device cpu] [--rounds 7] [--dry-run]
+
+Greedy, 64 tokens after prompts of 64, batch 1 and 16; the contenders take turns. First the tokens of all are compared.
+A time is the smallest of all rounds: on the CPU that of the process, which other programs do not lengthen, and on a
+GPU that of the clock. Compilation is not counted. `--dry-run`: a tiny model, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from data_rounds import table
+from torch import Tensor
+
+from trainwright.backends import pick_backend
+from trainwright.models.decoding import StaticReader
+from trainwright.models.generation import sample_completions
+from trainwright.models.llama import Llama
+
+THEIRS = "transformers, static cache"
+
+
+class Shape(NamedTuple):
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    intermediate_size: int
+
+
+SHAPES = {
+    "cpu": [Shape(128, 4, 2048, 352), Shape(256, 6, 8192, 704)],
+    "cuda": [Shape(1024, 16, 32000, 2816), Shape(2048, 22, 32000, 5632)],
+}
+NUM_HEADS, NUM_KEY_HEADS = 8, 4
+
+
+def models(shape: Shape, device: torch.device) -> tuple[Any, Llama]:
+    """Returns transformers' model and ours, with the same weights."""
+    sizes = shape._asdict()
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_KEY_HEADS,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        initializer_range=0.1,  # logits far enough apart that rounding selects no other token
+    )
+    torch.manual_seed(0)
+    theirs: Any = transformers.LlamaForCausalLM(config).eval()
+    ours = Llama(**sizes, num_heads=NUM_HEADS, num_kv_heads=NUM_KEY_HEADS, max_positions=512, tie_embeddings=False)
+    ours.load_state_dict(theirs.state_dict())
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    return theirs.to(device, dtype), ours.eval().to(device, dtype)
+
+
+def contenders(
+    theirs: Any, ours: Llama, prompts: Tensor, num_tokens: int, compiler: str
+) -> dict[str, Callable[[], Any]]:
+    """Returns functions that generate the tokens [B, T] for the prompts, on the host."""
+    rows = prompts.tolist()
+    greedy: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+    def transformers_static() -> list[list[int]]:
+        made = theirs.generate(prompts, max_new_tokens=num_tokens, cache_implementation="static", **greedy)
+        found: list[list[int]] = made[:, prompts.shape[1] :].tolist()
+        return found
+
+    def of(**options: Any) -> Callable[[], list[list[int]]]:
+        return lambda: sample_completions(ours, rows, max_new_tokens=num_tokens, temperature=0, **options).rows()
+
+    return {
+        THEIRS: transformers_static,
+        "ours, eager": of(),
+        "ours, static": of(reader=StaticReader(ours, compiler=None)),
+        "ours, static, compiled": of(reader=StaticReader(ours, compiler=compiler)),
+    }
+
+
+def measure(shape: Shape, batch: int, device: torch.device, rounds: int, *, num_tokens: int, compiler: str) -> Any:
+    """Returns the milliseconds per token of each contender, and whether its tokens are transformers'."""
+    theirs, ours = models(shape, device)
+    prompts = torch.randint(0, shape.vocab_size, (batch, 64), generator=torch.Generator().manual_seed(1)).to(device)
+    runs = contenders(theirs, ours, prompts, num_tokens, compiler)
+    expected = runs[THEIRS]()
+    agree = {name: run() == expected for name, run in runs.items()}
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    best = dict.fromkeys(runs, float("inf"))
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = clock()
+            run()  # its result is on the host, so the device has finished
+            best[name] = min(best[name], clock() - start)
+    return {name: {"ms": 1e3 * seconds / num_tokens, "agrees": agree[name]} for name, seconds in best.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    backend = pick_backend(options.device)
+    device = backend.device
+    shapes = [Shape(32, 2, 61, 64)] if options.dry_run else SHAPES[device.type]
+    rounds, num_tokens = (1, 8) if options.dry_run else (options.rounds, 64)
+    compiler = "eager" if options.dry_run else "inductor"
+    found: dict[str, Any] = {"device": backend.describe(), "torch": torch.__version__, "cases": []}
+    rows = []
+    for shape in shapes:
+        for batch in (1, 16):
+            results = measure(shape, batch, device, rounds, num_tokens=num_tokens, compiler=compiler)
+            found["cases"].append({**shape._asdict(), "batch": batch, "results": results})
+            theirs = results[THEIRS]["ms"]
+            name = f"{shape.num_layers} × {shape.hidden_size}, vocabulary {shape.vocab_size:,}"
+            rows += [
+                [
+                    name,
+                    str(batch),
+                    each,
+                    f"{one['ms']:.3f}",
+                    f"{theirs / one['ms']:.2f}",
+                    "yes" if one["agrees"] else "no",
+                ]
+                for each, one in results.items()
+            ]
+    text = table(["layers × width", "batch", "contender", "ms per token", "ratio", "tokens agree"], rows)
+    print(f"{found['device']}, torch {found['torch']}, transformers {transformers.__version__}\n\n{text}")
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "generation.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
