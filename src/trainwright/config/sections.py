@@ -261,7 +261,16 @@ class OptimizerSection(Section):
     """Globs of the names of the parameters that this optimizer updates."""
 
 
-BUILT_IN_TRAINERS = ("trainer", "language_model", "masked_language_model", "classification", "sequence_to_sequence")
+BUILT_IN_TRAINERS = (
+    "trainer",
+    "language_model",
+    "masked_language_model",
+    "classification",
+    "sequence_to_sequence",
+    "dpo",
+    "reward",
+    "distill",
+)
 
 
 TRAINER_KEYS_ELSEWHERE: Mapping[str, str] = {
@@ -318,7 +327,7 @@ OPTIONS_ELSEWHERE: Mapping[str, str] = {
 
 
 class TrainerSection(Section):
-    """How the model is updated. Further keys are options of a user's trainer."""
+    """How the model is updated. Further keys are options of the trainer (trainer_options.py), or of a user's."""
 
     # schema.py checks unknown keys: whether they are allowed depends on `type`.
     model_config = ConfigDict(extra="allow")
@@ -371,7 +380,7 @@ class TrainerSection(Section):
 
     @property
     def options(self) -> Frozen[Any]:
-        """The further keys, which only a user's trainer has."""
+        """The further keys, as they are written."""
         return Frozen(self.__pydantic_extra__)
 
     @model_validator(mode="after")
