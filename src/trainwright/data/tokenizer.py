@@ -23,6 +23,9 @@ BYTES = "bytes"
 
 BYTES_SPECIAL: Mapping[str, int] = {"pad": 256, "bos": 257, "eos": 258, "mask": 259}
 
+Span = tuple[int, int]
+"""The first character of a range of a text, and the one after its last."""
+
 ROLES = ("pad", "eos", "bos", "mask", "unk", "cls", "sep")
 
 # The names of special tokens in tokenizers without a configuration file; used only for tokens marked as special.
@@ -111,6 +114,7 @@ class TextTokenizer:
         self.add_special_tokens = add_special_tokens
         self._loaded: _ByteEngine | _LibraryEngine | _TransformersEngine | None = None
         self._affixes: tuple[list[int], list[int]] | None = None
+        self._chat_templates: tuple[dict[str, str], dict[str, str]] | None = None
 
     def __repr__(self) -> str:
         return f"TextTokenizer({self.name!r})"
@@ -179,6 +183,27 @@ class TextTokenizer:
         closing = self.affixes[1] if add else []
         return [cut_text(ids, closing, max_length) for ids in encoded]
 
+    def encode_with_spans(self, text: str, *, add_special_tokens: bool = False) -> tuple[list[int], list[Span]]:
+        """Returns the tokens of a text, and the first character of each and the one after its last.
+
+        Several tokens may represent one character; the span of a token that represents no text is empty.
+        """
+        try:
+            return self._engine.encode_with_spans(text, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise _unfit_text([text], error) from error
+
+    def find_chat_template(self, *, has_tools: bool = False) -> tuple[str | None, dict[str, str]]:
+        """Returns the template of conversations, None if there is none, and the special tokens that it may name.
+
+        A tokenizer may have another template for conversations with tools.
+        """
+        if self._chat_templates is None:
+            self._chat_templates = ({}, {}) if self.name == BYTES else _read_chat_templates(self.name, self.path)
+        templates, special_tokens = self._chat_templates
+        default = templates.get("default")
+        return (templates.get("tool_use", default) if has_tools else default), special_tokens
+
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of tokens, which may also be an array or a tensor."""
         plain = [int(one) for one in ids]
@@ -222,6 +247,12 @@ class _ByteEngine:
             raise TypeError("not all are texts")
         return [list(text.encode()) for text in texts]
 
+    def encode_with_spans(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[Span]]:
+        if not isinstance(text, str):
+            raise TypeError("not a text")
+        spans = [(place, place + 1) for place, character in enumerate(text) for _ in character.encode()]
+        return list(text.encode()), spans
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         names = {} if skip_special_tokens else {number: f"<{role}>" for role, number in BYTES_SPECIAL.items()}
         chunks = [bytes([one]) if one < 256 else names.get(one, "").encode() for one in ids]
@@ -251,6 +282,11 @@ class _LibraryEngine:
         with _library_errors(self._file):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
             return [encoding.ids for encoding in encodings]
+
+    def encode_with_spans(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[Span]]:
+        with _library_errors(self._file):
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return encoding.ids, encoding.offsets
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         with _library_errors(self._file):
@@ -303,6 +339,15 @@ class _TransformersEngine:
         ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
+    def encode_with_spans(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[Span]]:
+        if not self._tokenizer.is_fast:
+            raise DataError(
+                f"{type(self._tokenizer).__name__} does not report which characters its tokens represent. Use a "
+                "tokenizer with a tokenizer.json."
+            )
+        found = self._tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
+        return found["input_ids"], [tuple(span) for span in found["offset_mapping"]]
+
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
@@ -320,6 +365,32 @@ def _read(name: str, path: Path) -> _LibraryEngine | _TransformersEngine:
         )
     file = folder / "tokenizer.json"
     return _LibraryEngine(file) if file.is_file() else _TransformersEngine(folder)
+
+
+def _read_chat_templates(name: str, path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the chat templates by name and the special tokens of a folder, both empty without its settings."""
+    folder = path.parent if path.is_file() else path if path.is_dir() else _cached(name)
+    if folder is None or not any(
+        (folder / file).is_file() for file in ("tokenizer_config.json", "chat_template.jinja")
+    ):
+        return {}, {}
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise DataError(
+            "The chat template of this folder needs transformers, which is not installed. Install it: pip install "
+            "'trainwright[transformers]'.",
+            where=folder,
+        ) from error
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever the many tokenizer classes raise
+        raise DataError(
+            f"transformers cannot read the chat template of this folder: {type(error).__name__}: {error}", where=folder
+        ) from error
+    found = tokenizer.chat_template
+    templates = dict(found) if isinstance(found, Mapping) else {} if found is None else {"default": found}
+    return templates, {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
 
 
 def _cached(name: str) -> Path | None:
