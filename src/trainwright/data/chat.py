@@ -92,7 +92,7 @@ def read_row(row: Any) -> Chat | TextPair:
     if not isinstance(row, Mapping):
         raise DataError(f"a row of type {type(row).__name__}, not a mapping. {_LAYOUTS}")
     given = {name: value for name, value in row.items() if value is not None}
-    tools = _read_tools(given.get("tools"))
+    tools = read_tools(given.get("tools"))
     for name in ("messages", "conversations", "conversation"):
         if name in given:
             messages = read_messages(given[name], name)
@@ -197,7 +197,8 @@ def _read_json(value: Any, name: str) -> dict[str, Any]:
     return dict(found)
 
 
-def _read_tools(value: Any) -> list[dict[str, Any]] | None:
+def read_tools(value: Any) -> list[dict[str, Any]] | None:
+    """Returns the JSON schemas of a row's tools, which may be given as JSON; None without any."""
     try:
         found = json.loads(value) if isinstance(value, str) and value.strip() else value
     except ValueError as error:

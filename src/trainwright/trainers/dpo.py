@@ -18,7 +18,7 @@ from trainwright.config.trainer_options import DPOOptions
 from trainwright.errors import ConfigError, DataError
 from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
-from trainwright.loop.outputs import ForwardResult
+from trainwright.loop.outputs import ForwardResult, logits_of
 from trainwright.loop.trainer import Builder, Trainer
 from trainwright.loop.update import StepResult
 from trainwright.models.layers.losses import label_log_probs
@@ -74,7 +74,7 @@ class DPOTrainer(Trainer):
 
     def run_forward(self, batch: Any) -> ForwardResult:
         """Adds the reference log-probabilities, and runs `forward`."""
-        _check_batch(batch, is_paired=self.options.loss_type != "kto")
+        self._check(batch)
         if self.options.loss_type not in WITHOUT_REFERENCE:
             batch = {**batch, "reference_log_probs": self.reference_log_probs(batch)}
         return super().run_forward(batch)
@@ -128,6 +128,10 @@ class DPOTrainer(Trainer):
         """Adds the margin of kto."""
         return _with_margin(super().train_loop_end())
 
+    def _check(self, batch: Any) -> None:
+        advice = "The loss kto learns from rows with prompt, completion and label; all others from pairs."
+        check_preferences(batch, is_paired=self.options.loss_type != "kto", advice=advice)
+
     @contextmanager
     def _reference(self) -> Iterator[torch.nn.Module]:
         """Yields the reference model, without dropout."""
@@ -146,8 +150,7 @@ class DPOTrainer(Trainer):
         """Returns the logits of all sequences, with the dims of the batch before the last one."""
         names = ("input_ids", "attention_mask")
         inputs = {name: batch[f"{prefix}{name}"].flatten(0, -2) for name in names}
-        outputs = self.task.forward(model, inputs)
-        logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs.logits
+        logits = logits_of(self.task.forward(model, inputs), model)
         return logits.view(*batch[f"{prefix}labels"].shape, -1)
 
     @torch.no_grad()
@@ -157,7 +160,7 @@ class DPOTrainer(Trainer):
         """Returns what the loss needs of the whole batch, over all ranks; collective for orpo and kto."""
         if self.options.loss_type not in ("orpo", "kto"):
             return {}
-        _check_batch(batch, is_paired=self.options.loss_type == "orpo")
+        self._check(batch)
         device = batch["labels"].device
         if self.options.loss_type == "orpo":
             num_tokens = batch["attention_mask"][:, 0, 1:].sum()
@@ -239,18 +242,16 @@ def _with_margin(logs: dict[str, Any]) -> dict[str, Any]:
     return logs
 
 
-def _check_batch(batch: Any, *, is_paired: bool) -> None:
-    """Raises for the batch of another collator or of the other kind of rows."""
+def check_preferences(batch: Any, *, is_paired: bool, advice: str) -> None:
+    """Raises for the batch of another collator or of the other kind of rows; `advice` says what the trainer needs."""
     needed = ("input_ids", "attention_mask", "labels", *(() if is_paired else ("label", "kl_input_ids")))
     found = batch if isinstance(batch, Mapping) else {}
-    missing = [name for name in needed if name not in found]
-    if missing or found["input_ids"].ndim != 2 + is_paired:
-        rows = "prompt, chosen and rejected" if is_paired else "prompt, completion and label"
+    if any(name not in found for name in needed) or found["input_ids"].ndim != 2 + is_paired:
         got = ", ".join(f"{name} {list(value.shape)}" for name, value in found.items() if isinstance(value, Tensor))
         raise DataError(
-            f"This loss needs rows with {rows}, as data.train: {{type: preferences, …}} and data.collator: {{type: "
-            f"preferences, …}} make them, but the batch has {got or type(batch).__name__}. Change the data, or "
-            f"trainer.loss_type: kto is the loss of rows with a label, all others are those of pairs."
+            f"The batch has {got or type(batch).__name__}, but it should have input_ids "
+            f"{'[samples, 2, width]' if is_paired else '[samples, width] and a label per sample'}. Use data.train and "
+            f"data.collator of type preferences. {advice}"
         )
 
 
