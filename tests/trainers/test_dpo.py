@@ -4,12 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.messages import raises
 from tests.references import preference_cases as cases
 from tests.trainers import preference_runs as runs
 
 from trainwright import build_trainer
+from trainwright.errors import CheckpointError
+from trainwright.trainers.dpo import sequence_log_probs
 
 TRL = json.loads((Path(__file__).parents[1] / "references" / "preferences_trl.json").read_text())
+TIMED = ("_per_second", "_per_step", "slowest_rank_share")
 PAIRED = [name for name in cases.LOSSES if name != "kto"]
 
 
@@ -45,3 +52,125 @@ def test_losses_and_metrics_are_those_of_trl(pairs, singles, tmp_path, loss_type
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         # Rewards are differences of numbers near 50, whose last bit in fp32 is 4e-6.
         assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-5)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize("loss_type", cases.LOSSES)
+def test_accumulation_changes_nothing(pairs, singles, tmp_path, loss_type, micro_batch_size):
+    folder = singles if loss_type == "kto" else pairs
+    options = {"loss_type": loss_type, **cases.LOSSES[loss_type]}
+    _, whole = train(folder, tmp_path / "whole", **options)
+    _, split = train(folder, tmp_path / "split", f"trainer.micro_batch_size={micro_batch_size}", **options)
+    for line, expected in zip(split, whole, strict=True):
+        untimed = {name: value for name, value in expected.items() if not name.endswith(TIMED)}
+        assert {name: line[name] for name in untimed} == pytest.approx(untimed, rel=2e-5, abs=2e-5)
+
+
+def with_adapters(folder, tmp_path, **adapters):
+    content = runs.settings(folder, loss_type="sigmoid", steps=2)
+    content["output_dir"] = str(tmp_path / "runs")
+    content["model"] |= adapters
+    return build_trainer(runs.load(folder, content))
+
+
+ADAPTERS = {
+    "lora": {"lora": {"match": "*_proj", "rank": 4, "dropout": 0.5}},
+    "peft": {"peft": {"type": "lora", "r": 4, "target_modules": "all-linear", "lora_dropout": 0.5}},
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_the_reference_of_adapters_is_their_base(pairs, tmp_path, kind):
+    trainer = with_adapters(pairs, tmp_path, **ADAPTERS[kind])
+    assert not trainer.context.frozen_models
+    batch = next(iter(trainer.train_data.batches(trainer.batches_to_device)))
+    trainer.train()
+    found = trainer.reference_log_probs(batch)
+    base = build_trainer(runs.load(pairs, runs.settings(pairs), f"output_dir={tmp_path}/base"))
+    torch.testing.assert_close(found, base.reference_log_probs(batch), rtol=0, atol=0)
+    assert all(module.training for module in trainer.model.modules())
+    trained = {name for name, each in trainer.model.named_parameters() if each.requires_grad}
+    assert trained and all("lora" in name for name in trained)
+    with torch.no_grad():  # the adapters have an effect outside of the reference
+        policy = sequence_log_probs(trainer._logits_of(trainer.model.eval(), batch), batch["labels"])
+    assert not torch.allclose(policy, found)
+
+
+@pytest.mark.parametrize(
+    "adapters",
+    [
+        {"lora": {"match": "*_proj", "rank": 4, "train": "lm_head*"}},
+        {"peft": {"type": "lora", "r": 4, "target_modules": "all-linear", "init_lora_weights": False}},
+    ],
+    ids=["trained-head", "random-adapters"],
+)
+def test_a_model_that_differs_from_its_base_has_a_frozen_copy(pairs, tmp_path, adapters):
+    trainer = with_adapters(pairs, tmp_path, **adapters)
+    reference = trainer.context.frozen_models["reference"]
+    batch = next(iter(trainer.train_data.batches(trainer.batches_to_device)))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, reference.get_parameter(name))
+    before = trainer.reference_log_probs(batch)
+    trainer.train()
+    torch.testing.assert_close(trainer.reference_log_probs(batch), before, rtol=0, atol=0)
+
+
+def test_the_frozen_copy_is_in_no_optimizer_and_no_checkpoint(pairs, tmp_path):
+    trainer, _ = train(pairs, tmp_path)
+    reference = trainer.context.frozen_models["reference"]
+    owned = {id(each) for group in trainer.optimizers["main"].param_groups for each in group["params"]}
+    assert not any(id(each) in owned or each.requires_grad for each in reference.parameters())
+    saved = sum(file.stat().st_size for file in (tmp_path / "runs/run/checkpoints").rglob("*.safetensors"))
+    assert saved < 1.5 * sum(each.nbytes for each in trainer.model.parameters())
+    first = transformers.AutoModelForCausalLM.from_pretrained(pairs / "base").state_dict()
+    for name, value in reference.state_dict().items():
+        assert torch.equal(value, first[name])
+        assert name.endswith("norm.weight") or not torch.equal(value, trainer.model.state_dict()[name])
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
+def test_a_resumed_run_repeats_every_bit_with_the_first_reference(pairs, singles, tmp_path, loss_type):
+    folder = singles if loss_type == "kto" else pairs
+    options = {"loss_type": loss_type, "optimizer": {"type": "adamw", "lr": 0.01}}
+    whole, lines = train(folder, tmp_path / "whole", steps=5, **options)
+    train(folder, tmp_path / "parts", steps=2, **options)
+    resumed, resumed_lines = train(folder, tmp_path / "parts", steps=5, **options)
+    for line, expected in zip(resumed_lines, lines, strict=True):
+        untimed = {name: value for name, value in expected.items() if not name.endswith(TIMED)}
+        assert {name: line[name] for name in untimed} == untimed
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value)
+
+
+def test_a_resumed_run_rejects_another_base(tmp_path):
+    runs.prepare(tmp_path)
+    train(tmp_path, tmp_path, steps=1)
+    weights = tmp_path / "base" / "model.safetensors"
+    save_file({name: value + 0.01 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    with raises(CheckpointError, "reference", "--fresh", at="frozen_models.json"):
+        train(tmp_path, tmp_path, steps=2)
+
+
+def test_a_random_model_has_itself_as_the_reference(pairs, tmp_path):
+    content = runs.settings(pairs, steps=2)
+    content["output_dir"] = str(tmp_path / "runs")
+    content["model"] = {"type": "llama", "vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
+    trainer = build_trainer(runs.load(pairs, content))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, trainer.context.frozen_models["reference"].get_parameter(name))
+    trainer.train()
+    assert runs.lines_of(tmp_path)[0]["loss"] == pytest.approx(0.6931472)
+
+
+def test_evaluation_gives_the_values_of_the_whole_set(pairs, tmp_path):
+    for loss_type in PAIRED:
+        content = runs.settings(pairs, loss_type=loss_type, steps=1, **cases.LOSSES[loss_type])
+        content["data"]["eval"] = {"valid": dict(content["data"]["train"])}
+        logs = []
+        for size in (12, 5):
+            content["output_dir"] = str(tmp_path / f"{loss_type}-{size}")
+            content["evaluation"] = {"batch_size": size}
+            trainer = build_trainer(runs.load(pairs, content))
+            logs.append(trainer.evaluate())
+        assert logs[0] == pytest.approx(logs[1], rel=2e-5, abs=2e-5)
+        assert trainer.train()["valid/loss"] < logs[0]["valid/loss"]
