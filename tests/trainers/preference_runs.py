@@ -7,6 +7,8 @@ from tests.references import preference_cases as cases
 
 from trainwright import RunConfig
 
+TIMED = ("_per_second", "_per_step", "slowest_rank_share")
+
 
 def settings(folder, *, loss_type="sigmoid", model="transformers:LlamaForCausalLM", steps=cases.STEPS, **trainer):
     """The config of a run in a folder that has `base` and `rows.jsonl`, as a dict."""

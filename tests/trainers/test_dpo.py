@@ -16,7 +16,6 @@ from trainwright.errors import CheckpointError
 from trainwright.trainers.dpo import sequence_log_probs
 
 TRL = json.loads((Path(__file__).parents[1] / "references" / "preferences_trl.json").read_text())
-TIMED = ("_per_second", "_per_step", "slowest_rank_share")
 PAIRED = [name for name in cases.LOSSES if name != "kto"]
 
 
@@ -62,7 +61,7 @@ def test_accumulation_changes_nothing(pairs, singles, tmp_path, loss_type, micro
     _, whole = train(folder, tmp_path / "whole", **options)
     _, split = train(folder, tmp_path / "split", f"trainer.micro_batch_size={micro_batch_size}", **options)
     for line, expected in zip(split, whole, strict=True):
-        untimed = {name: value for name, value in expected.items() if not name.endswith(TIMED)}
+        untimed = {name: value for name, value in expected.items() if not name.endswith(runs.TIMED)}
         assert {name: line[name] for name in untimed} == pytest.approx(untimed, rel=2e-5, abs=2e-5)
 
 
@@ -136,7 +135,7 @@ def test_a_resumed_run_repeats_every_bit_with_the_first_reference(pairs, singles
     train(folder, tmp_path / "parts", steps=2, **options)
     resumed, resumed_lines = train(folder, tmp_path / "parts", steps=5, **options)
     for line, expected in zip(resumed_lines, lines, strict=True):
-        untimed = {name: value for name, value in expected.items() if not name.endswith(TIMED)}
+        untimed = {name: value for name, value in expected.items() if not name.endswith(runs.TIMED)}
         assert {name: line[name] for name in untimed} == untimed
     for name, value in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value)

@@ -35,9 +35,7 @@ def settings(folder, tmp_path, **model):
 
 @pytest.mark.parametrize("micro_batch_size", [4, 2])
 def test_losses_and_metrics_are_those_of_trl(scored, tmp_path, micro_batch_size):
-    config = runs.load(
-        scored, settings(scored, tmp_path), f"trainer.micro_batch_size={micro_batch_size}"
-    )
+    config = runs.load(scored, settings(scored, tmp_path), f"trainer.micro_batch_size={micro_batch_size}")
     build_trainer(config).train()
     for line, expected in zip(runs.lines_of(tmp_path), TRL["reward"], strict=True):
         assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
