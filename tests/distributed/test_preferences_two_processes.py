@@ -1,4 +1,4 @@
-"""Preference losses, reward models and distillation on two ranks, replicated and sharded: the numbers of one process."""
+"""Preferences, reward models and distillation on two ranks, replicated and sharded: the numbers of one process."""
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ TEACHER = {"type": "transformers:LlamaForCausalLM", "pretrained": "base"}
 CASES = {
     "sigmoid": ({}, {}, {}),
     "sigmoid-lora": ({}, {"lora": {"match": "*_proj", "rank": 4}}, {}),
+    "precomputed": ({"precompute_reference": True}, {}, {}),
     "sigmoid-shipped": ({}, {"type": "llama"}, {}),
     "orpo": ({"loss_type": "orpo"}, {}, {}),
     "reward": ({"type": "reward"}, {"type": "llama", "replace": REWARD_HEAD}, {}),

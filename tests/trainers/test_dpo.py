@@ -12,8 +12,9 @@ from tests.references import preference_cases as cases
 from tests.trainers import preference_runs as runs
 
 from trainwright import build_trainer
-from trainwright.errors import CheckpointError
+from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.trainers.dpo import sequence_log_probs
+from trainwright.trainers.reference_table import TABLE_FILE
 
 TRL = json.loads((Path(__file__).parents[1] / "references" / "preferences_trl.json").read_text())
 PAIRED = [name for name in cases.LOSSES if name != "kto"]
@@ -89,7 +90,8 @@ def test_the_reference_of_adapters_is_their_base(pairs, tmp_path, kind):
     torch.testing.assert_close(found, base.reference_log_probs(batch), rtol=0, atol=0)
     assert all(module.training for module in trainer.model.modules())
     trained = {name for name, each in trainer.model.named_parameters() if each.requires_grad}
-    assert trained and all("lora" in name for name in trained)
+    assert trained
+    assert all("lora" in name for name in trained)
     with torch.no_grad():  # the adapters have an effect outside of the reference
         policy = sequence_log_probs(trainer._logits_of(trainer.model.eval(), batch), batch["labels"])
     assert not torch.allclose(policy, found)
@@ -173,3 +175,52 @@ def test_evaluation_gives_the_values_of_the_whole_set(pairs, tmp_path):
             logs.append(trainer.evaluate())
         assert logs[0] == pytest.approx(logs[1], rel=2e-5, abs=2e-5)
         assert trainer.train()["valid/loss"] < logs[0]["valid/loss"]
+
+
+@pytest.mark.parametrize("adapters", [{}, ADAPTERS["lora"]], ids=["full", "lora"])
+def test_a_precomputed_reference_gives_the_same_run_without_a_second_model(pairs, tmp_path, adapters):
+    content = runs.settings(pairs, steps=4, micro_batch_size=2)
+    content["data"] |= {"shuffle": True, "split": {"valid": 3}}
+    content["model"] |= adapters
+    logs = []
+    for name in ("false", "true"):
+        overrides = [f"trainer.precompute_reference={name}", f"output_dir={tmp_path}/{name}/runs"]
+        trainer = build_trainer(runs.load(pairs, content, *overrides))
+        trainer.train()
+        logs.append(runs.lines_of(tmp_path / name))
+    assert not trainer.context.frozen_models
+    for line, expected in zip(*reversed(logs), strict=True):
+        untimed = {name: value for name, value in expected.items() if not name.endswith(runs.TIMED)}
+        assert {name: line[name] for name in untimed} == pytest.approx(untimed, rel=1e-5, abs=1e-5)
+
+
+def test_a_resumed_run_reads_the_precomputed_reference(pairs, tmp_path):
+    options = {"precompute_reference": True}
+    _, lines = train(pairs, tmp_path / "whole", steps=5, **options)
+    train(pairs, tmp_path / "parts", steps=2, **options)
+    table = tmp_path / "parts" / "runs" / "run" / TABLE_FILE
+    before = table.read_bytes()
+    _, resumed_lines = train(pairs, tmp_path / "parts", steps=5, **options)
+    assert table.read_bytes() == before
+    assert [line["loss"] for line in resumed_lines] == [line["loss"] for line in lines]
+    table.unlink()
+    with raises(CheckpointError, TABLE_FILE, "--fresh"):
+        train(pairs, tmp_path / "parts", steps=6, **options)
+
+
+def test_changed_data_has_no_precomputed_reference(tmp_path):
+    runs.prepare(tmp_path)
+    train(tmp_path, tmp_path, steps=1, precompute_reference=True)
+    rows = cases.make_rows()
+    rows[5]["chosen"] = "changed"
+    cases.write_rows(tmp_path / "rows.jsonl", rows)
+    content = runs.settings(tmp_path, steps=3, precompute_reference=True)
+    with raises(DataError, "precompute_reference", 1):
+        build_trainer(runs.load(tmp_path, content), accept_changes=True).train()
+
+
+def test_a_stream_cannot_be_precomputed(pairs, tmp_path):
+    content = runs.settings(pairs, precompute_reference=True)
+    content["data"]["train"]["streaming"] = True
+    with raises(ConfigError, "precompute_reference", "streaming"):
+        build_trainer(runs.load(pairs, content, f"output_dir={tmp_path}")).train()

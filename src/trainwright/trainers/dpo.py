@@ -1,13 +1,15 @@
 """Trains a causal language model on preferences: DPO and related losses of pairs, KTO on answers with labels.
 
 The samples come from data.train.type preferences and its collator. The reference is a frozen copy of the first model,
-or the model without its adapters; the losses orpo and simpo need none. config/trainer_options.py has the options.
+the model without its adapters, or a table that was computed before the first step (reference_table.py); the losses orpo
+and simpo need none. config/trainer_options.py has the options.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainwright.config.trainer_options import DPOOptions
-from trainwright.errors import ConfigError, DataError
+from trainwright.data.loader import EvalData, TrainData
+from trainwright.data.randomness import preserve_generators
+from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.loop.outputs import ForwardResult, logits_of
@@ -24,6 +28,9 @@ from trainwright.loop.update import StepResult
 from trainwright.models.layers.losses import label_log_probs
 from trainwright.models.lora import adapts_alone, lora_layers, without_lora
 from trainwright.models.peft_adapters import keeps_base, peft_config_of, without_peft
+from trainwright.trainers.reference_table import TABLE_FILE, ReferenceTable
+
+logger = logging.getLogger(__name__)
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
 """The losses that compare with no reference model."""
@@ -50,12 +57,13 @@ class DPOTrainer(Trainer):
     def build_frozen_models(cls, build: Builder, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
         """Returns the first model again as the reference, unless the loss needs none or the model's base is it."""
         options: DPOOptions = build.options()
-        if options.loss_type in WITHOUT_REFERENCE or is_base_with_adapters(model):
+        if options.loss_type in WITHOUT_REFERENCE or options.precompute_reference or is_base_with_adapters(model):
             return {}
         return {"reference": build.first_model()}
 
     def post_init(self) -> None:
         """Rejects batches that have no mismatched answers."""
+        self._table: ReferenceTable | None = None
         num_ranks, size = self.ranks.mesh.num_data_ranks, self.context.batch_plan.global_batch_size
         if self.options.loss_type == "kto" and size // num_ranks < 2:
             raise ConfigError(
@@ -63,6 +71,21 @@ class DPOTrainer(Trainer):
                 f"global_batch_size {size} over {num_ranks} data ranks is one sample. Use a larger batch.",
                 where=self.config.origin("trainer.loss_type"),
             )
+
+    def train(self) -> dict[str, float]:
+        """Trains, after the reference log-probabilities are computed if they are to be."""
+        self._prepare_table()
+        return super().train()
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluates every set, after the reference log-probabilities are computed if they are to be."""
+        self._prepare_table()
+        return super().evaluate()
+
+    def batches_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Returns the batches on the device, with precomputed log-probabilities if there are any."""
+        table = self._table
+        return super().batches_to_device(batches if table is None else map(table.add_to, batches))
 
     def train_step(self, batch: Any) -> StepResult:
         """Makes one update from one batch."""
@@ -75,7 +98,7 @@ class DPOTrainer(Trainer):
     def run_forward(self, batch: Any) -> ForwardResult:
         """Adds the reference log-probabilities, and runs `forward`."""
         self._check(batch)
-        if self.options.loss_type not in WITHOUT_REFERENCE:
+        if self.options.loss_type not in WITHOUT_REFERENCE and "reference_log_probs" not in batch:
             batch = {**batch, "reference_log_probs": self.reference_log_probs(batch)}
         return super().run_forward(batch)
 
@@ -127,6 +150,52 @@ class DPOTrainer(Trainer):
     def train_loop_end(self) -> dict[str, Any]:
         """Adds the margin of kto."""
         return _with_margin(super().train_loop_end())
+
+    def _prepare_table(self) -> None:
+        """Reads the precomputed log-probabilities, or computes and saves them before the first step; collective."""
+        if not self.options.precompute_reference or self._table is not None:
+            return
+        where = self.config.origin("trainer.precompute_reference")
+        table = self.ranks.broadcast(ReferenceTable.load(self.folder) if self.ranks.is_first else None)
+        if table is None:
+            if self.step > 0 or self.train_data is None:
+                raise CheckpointError(
+                    f"{self.folder / TABLE_FILE} is missing, which has the log-probabilities of the model before the "
+                    "first step. Restore the file, or start over with --fresh.",
+                    where=where,
+                )
+            table = self._compute_table()
+            if self.ranks.is_first:
+                table.save(self.folder)
+            self.ranks.barrier()
+        self._table = table
+
+    def _compute_table(self) -> ReferenceTable:
+        """Returns the log-probabilities of all samples of all sets under the present model; collective."""
+        sets: list[Any] = [*self.eval_data.values(), *([] if self.test_data is None else [self.test_data])]
+        train = self.train_data
+        if not isinstance(train, TrainData) or not all(isinstance(each, EvalData) for each in sets):
+            raise ConfigError(
+                "trainer.precompute_reference: a stream has no fixed samples. Read the data by index, without "
+                "streaming, or set it to false.",
+                where=self.config.origin("trainer.precompute_reference"),
+            )
+        whole = EvalData(
+            train.dataset,
+            name="train",
+            collator=train.collator,
+            global_batch_size=self.context.batch_plan.micro_batch_size * self.ranks.mesh.num_data_ranks,
+            seed=train.seed,
+            view=train.view,
+            options=train.options,
+            on_error=train.on_error,
+        )
+        found = []
+        for data in (whole, *sets):
+            logger.info("Computing the reference log-probabilities of %s", data.name)
+            with preserve_generators(), closing(data.batches(super().batches_to_device)) as batches:
+                found += [(batch["row_id"].cpu(), self.reference_log_probs(batch).cpu()) for batch in batches]
+        return ReferenceTable.collect(part for parts in self.ranks.gather(found) for part in parts)
 
     def _check(self, batch: Any) -> None:
         advice = "The loss kto learns from rows with prompt, completion and label; all others from pairs."

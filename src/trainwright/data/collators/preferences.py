@@ -5,10 +5,12 @@ The dataset of the same name makes the samples; padded.py pads.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,10 +23,10 @@ from trainwright.events.mean import IGNORED_LABEL
 class Preferences:
     """Pads pairs to `input_ids`, `attention_mask` and `labels` [samples, 2, width]: the chosen answer, the rejected.
 
-    Labels are −100 on the prompt and the padding. Samples with a `label` instead become tensors [samples, width] and
-    the bool `label` [samples]; `kl_input_ids`, `kl_attention_mask` and `kl_labels` have each prompt with the answer of
-    the previous sample, the first one with that of the last, for the KL term of KTO. The width is that of the longest
-    sequence, rounded up by `pad_to_multiple_of` or to one of `buckets`.
+    Labels are −100 on the prompt and the padding; `row_id` [samples] is a hash of the tokens. Samples with a `label`
+    become tensors [samples, width] and the bool `label` [samples]; `kl_input_ids`, `kl_attention_mask` and `kl_labels`
+    have each prompt with the answer of the previous sample, the first one with that of the last, for the KL term of
+    KTO. The width is that of the longest sequence, rounded up by `pad_to_multiple_of` or to one of `buckets`.
 
     >>> batch = Preferences(pad_token_id=0)([{"prompt": [5], "chosen": [6, 7], "rejected": [8]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
@@ -64,7 +66,8 @@ class Preferences:
         batch = self._pad(
             [prompt for prompt in prompts for _ in range(2)], [answer for pair in pairs for answer in pair]
         )
-        return {name: each.reshape(len(samples), 2, -1) for name, each in batch.items()}
+        pairs_of = {name: each.reshape(len(samples), 2, -1) for name, each in batch.items()}
+        return {**pairs_of, "row_id": torch.tensor([_hash_row(sample) for sample in samples])}
 
     def _collate_unpaired(self, prompts: list[Any], columns: Columns, advice: str) -> dict[str, Tensor]:
         answers = require(columns, "completion", advice)
@@ -83,3 +86,12 @@ class Preferences:
             rows.append(row)
             labels.append([IGNORED_LABEL] * len(prompt) + row[len(prompt) :])
         return self.padded.collate({"input_ids": rows, "labels": labels})
+
+
+def _hash_row(sample: Mapping[str, Any]) -> int:
+    """Returns 64 bits of a hash of the tokens of a pair."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in ("prompt", "chosen", "rejected"):
+        tokens = np.asarray(sample[name], dtype=np.int64)
+        digest.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
