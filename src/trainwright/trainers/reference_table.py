@@ -67,7 +67,7 @@ class ReferenceTable:
         if missing.any():
             raise DataError(
                 f"{int(missing.sum())} of {len(wanted)} samples of a batch have no precomputed log-probability of the "
-                "reference: the data or its tokenizer has changed since the run began, or data.transform changes the "
+                "reference: the data or its tokenizer has changed since the run began, or data.process changes the "
                 "samples. Restore the data, start over with --fresh, or set trainer.precompute_reference: false."
             )
         return {**batch, "reference_log_probs": torch.from_numpy(self.log_probs[places])}
