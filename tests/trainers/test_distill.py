@@ -27,7 +27,10 @@ def settings(folder, tmp_path, *, student=STUDENT, teacher=None, steps=3, **trai
     content["output_dir"] = str(tmp_path / "runs")
     content["model"] = student
     names = {"tokenizer": "base", "prompt": "prompt", "completion": "chosen", "drop": ["rejected"]}
-    content["data"] |= {"train": {"type": "json_lines", "path": "rows.jsonl"}, "collator": {"type": "tokenize", **names}}
+    content["data"] |= {
+        "train": {"type": "json_lines", "path": "rows.jsonl"},
+        "collator": {"type": "tokenize", **names},
+    }
     return content
 
 

@@ -327,7 +327,7 @@ OPTIONS_ELSEWHERE: Mapping[str, str] = {
 
 
 class TrainerSection(Section):
-    """How the model is updated. Further keys are options of the trainer (trainer_options.py), or of a user's."""
+    """How the model is updated. Further keys are options of the trainer."""
 
     # schema.py checks unknown keys: whether they are allowed depends on `type`.
     model_config = ConfigDict(extra="allow")

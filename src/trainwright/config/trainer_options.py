@@ -49,7 +49,7 @@ class DPOOptions(Section):
     @model_validator(mode="after")
     def _reject_unused(self) -> DPOOptions:
         problems = [
-            Problem((name,), f"has no effect with loss_type {self.loss_type}, only with {' and '.join(losses)}.")
+            Problem((name,), f"has no effect with loss_type {self.loss_type}, only with: {', '.join(losses)}.")
             for name, losses in self.of_losses.items()
             if self.loss_type not in losses and getattr(self, name) != type(self).model_fields[name].default
         ]
@@ -66,6 +66,8 @@ class RewardOptions(Section):
 
 
 def _model(value: Any) -> Any:
+    if value is None:
+        return value
     if not isinstance(value, Mapping) or not ("type" in value or "pretrained" in value):
         text = "must be a model section, such as {pretrained: folder} or {type: llama, preset: tiny, pretrained: …}"
         raise reject((), f"{text}; got {describe(value)}.", value)
@@ -75,8 +77,8 @@ def _model(value: Any) -> Any:
 class DistillOptions(Section):
     """The options of `trainer.type: distill`."""
 
-    teacher: Annotated[Frozen[Any], BeforeValidator(_model)]
-    """The model section of the teacher; without a type it has the type of the model."""
+    teacher: Annotated[Frozen[Any] | None, BeforeValidator(_model)] = None
+    """The model section of the teacher, which is required; without a type it has the type of the model."""
     kl: Literal["forward", "reverse"] = "forward"
     """forward: KL(teacher ‖ student), which covers all of the teacher's modes; reverse: KL(student ‖ teacher)."""
     temperature: Positive = 1.0

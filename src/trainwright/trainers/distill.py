@@ -36,6 +36,11 @@ class DistillTrainer(Trainer):
     def build_frozen_models(cls, build: Builder, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
         """Returns the teacher."""
         options: DistillOptions = build.options()
+        if options.teacher is None:
+            raise ConfigError(
+                "trainer.teacher is required, for example {pretrained: folder}, a model section.",
+                where=build.config.origin("trainer"),
+            )
         return {"teacher": build.model_of("trainer.teacher", options.teacher)}
 
     def run_forward(self, batch: Any) -> ForwardResult:
@@ -46,7 +51,7 @@ class DistillTrainer(Trainer):
                 f"{', '.join(batch) if isinstance(batch, Mapping) else type(batch).__name__}. Use a collator that "
                 'makes them, such as "padded".'
             )
-        keeps_casts = self._updater.sync is None
+        keeps_casts = self.context.updater.sync is None
         with torch.no_grad(), self.backend.autocast(self.config.runtime.precision, keeps_casts=keeps_casts):
             logits = self._logits_of(self.context.frozen_models["teacher"], batch)
         return super().run_forward({**batch, "teacher_logits": logits})

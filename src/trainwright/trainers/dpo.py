@@ -213,7 +213,7 @@ class DPOTrainer(Trainer):
             yield self.model
 
     def _autocast(self) -> Any:
-        return self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None)
+        return self.backend.autocast(self.config.runtime.precision, keeps_casts=self.context.updater.sync is None)
 
     def _logits_of(self, model: torch.nn.Module, batch: Mapping[str, Any], prefix: str = "") -> Tensor:
         """Returns the logits of all sequences, with the dims of the batch before the last one."""
@@ -234,14 +234,14 @@ class DPOTrainer(Trainer):
         if self.options.loss_type == "orpo":
             num_tokens = batch["attention_mask"][:, 0, 1:].sum()
             sums = torch.stack([torch.full_like(num_tokens, len(batch["labels"])), num_tokens])
-            samples, tokens = self.ranks.sum_over_samples(sums * (self._batch.num_samples > 0)).unbind()
+            samples, tokens = self.ranks.sum_over_samples(sums * (self.batch.num_samples > 0)).unbind()
             return {"samples_per_token": samples / tokens.clamp(min=1)}
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for each in micro_batches(batch):
             with _evaluating(self.model), self._autocast():
                 policy = sequence_log_probs(self._logits_of(self.model, each, "kl_"), each["kl_labels"])
             difference = (policy - self.reference_log_probs(each, "kl_")).double()
-            if self._batch.num_samples:
+            if self.batch.num_samples:
                 sums += torch.stack([difference.sum(), torch.full_like(difference.sum(), len(difference))])
         total, count = self.ranks.sum_over_samples(sums).unbind()
         return {"kl": (total / count.clamp(min=1)).clamp(min=0).float()}

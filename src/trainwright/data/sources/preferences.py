@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainwright.config.problems import describe
 from trainwright.data.chat import read_messages, read_tools, render_chat, render_prompt
 from trainwright.data.sources.file_stream import FileStream
 from trainwright.data.sources.files import FileRows, open_files
@@ -96,7 +97,7 @@ class PreferencesFormat(JsonLinesFormat):
         except DataError as error:
             raise RowError(error.problem) from error
         given = ", ".join(f"{name} is a {kind}" for name, kind in kinds.items())
-        raise RowError(f"{given}. Use a text for each of them, or a list of messages for each.")
+        raise RowError(f"{shown}. Use a text for each of them, or a list of messages for each.")
 
     def _tokenize_texts(self, prompt: str, answers: list[str]) -> list[list[int]]:
         end = self.tokenizer.eos_id
@@ -135,7 +136,7 @@ class PreferencesFormat(JsonLinesFormat):
             )
         for name, answer in answers.items():
             if len(answer) < 2:
-                raise RowError(f"{name} has {len(answer)} tokens with its prompt, so that nothing is predicted.")
+                raise RowError(f"{name} has no token after the first one, so that nothing is predicted.")
         return length
 
 
