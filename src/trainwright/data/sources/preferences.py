@@ -86,17 +86,15 @@ class PreferencesFormat(JsonLinesFormat):
 
     def _tokenize(self, row: Mapping[str, Any], names: tuple[str, ...]) -> list[list[int]]:
         """Returns the tokens of the prompt, and of the prompt with each answer."""
-        kinds = {
-            name: "text" if isinstance(row[name], str) else type(row[name]).__name__ for name in ("prompt", *names)
-        }
+        given = {name: row[name] for name in ("prompt", *names)}
         try:
-            if set(kinds.values()) == {"text"}:
+            if all(isinstance(each, str) for each in given.values()):
                 return self._tokenize_texts(row["prompt"], [row[name] for name in names])
-            if set(kinds.values()) == {"list"}:
+            if all(isinstance(each, list) for each in given.values()):
                 return self._tokenize_messages(row, names)
         except DataError as error:
             raise RowError(error.problem) from error
-        given = ", ".join(f"{name} is a {kind}" for name, kind in kinds.items())
+        shown = ", ".join(f"{name} is {describe(each)}" for name, each in given.items())
         raise RowError(f"{shown}. Use a text for each of them, or a list of messages for each.")
 
     def _tokenize_texts(self, prompt: str, answers: list[str]) -> list[list[int]]:
