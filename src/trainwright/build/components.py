@@ -110,6 +110,8 @@ class Build:
         self._reader: str | None = None
         self.frozen_digests: dict[str, str] = {}
         """A digest of the weights of each frozen model, by name."""
+        self.kept_of: Callable[[ModelSection], PretrainedFacts | None] = lambda section: None
+        """The facts of a pretrained folder from which a frozen model is built without weights, for an estimate."""
         self._sections: dict[int, Mapping[str, Any]] = {}
         """The model sections of further models, by the id of the model."""
         self.pretrained_facts: PretrainedFacts | None = None
@@ -187,7 +189,7 @@ class Build:
         """
         assert self._trainer_class is not None
         again = copy.copy(self)
-        again._kept = None
+        again._kept = None if self.config.model is None else self.kept_of(self.config.model)
         return self._trainer_class.build_model(again)
 
     def model_of(self, label: str, section: Mapping[str, Any]) -> torch.nn.Module:
@@ -196,12 +198,18 @@ class Build:
         if "type" not in section and own is None:
             where = self.config.origin(label)
             raise ConfigError(f"{label}.type is required, because there is no model section. Add it.", where=where)
-        named = section if own is None else {"type": own.type, **section}
-        model, _ = build_model_section(
-            cast(ModelSection, ModelSection.from_mapping(named).located_at(self.config.origin(label))),
-            project_dir=Path(self.project_dir),
-            origin=lambda setting: self.config.origin(f"{label}.{setting.partition('.')[2]}"),
-        )
+        named = ModelSection.from_mapping(section if own is None else {"type": own.type, **section})
+        named = cast(ModelSection, named.located_at(self.config.origin(label)))
+        try:
+            model, _ = build_model_section(
+                named,
+                project_dir=Path(self.project_dir),
+                origin=lambda setting: self.config.origin(f"{label}.{setting.partition('.')[2]}"),
+                kept=self.kept_of(named),
+            )
+        except TrainwrightError as error:
+            problem = error.problem.replace("model", label, 1) if error.problem.startswith("model") else error.problem
+            raise type(error)(problem, where=error.where) from error
         self._sections[id(model)] = named
         return model
 

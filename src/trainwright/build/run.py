@@ -511,11 +511,17 @@ def _build_models(
 
 
 def _digest_models(models: Mapping[str, torch.nn.Module], ranks: Ranks) -> dict[str, str]:
-    """Returns a digest of the weights of each model, which are whole on the first rank; collective."""
+    """Returns a digest of the weights of each model, which are whole on the first rank; collective.
+
+    It is empty for an estimate's tensors, which have no values.
+    """
     found = dict.fromkeys(models, "")
     if ranks.is_first:
         for name, model in models.items():
-            hashes = hash_weights(weights_of(model))
+            weights = weights_of(model)
+            if any(type(each.data) is not torch.Tensor for each in weights.values()):
+                continue
+            hashes = hash_weights(weights)
             found[name] = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
     return ranks.broadcast(found)
 

@@ -114,7 +114,7 @@ def test_a_token_across_the_border_belongs_to_the_answer(folder, caplog):
         ({"prompt": "a", "completion": "b", "label": 1}, ["label", "1", "true"]),
         ({"prompt": "a", "completion": "b", "label": None}, ["label"]),
         ({"prompt": "a", "chosen": "b", "rejected": chat("x")}, ["rejected", "list"]),
-        ({"prompt": 3, "chosen": "b", "rejected": "c"}, ["prompt", "int"]),
+        ({"prompt": 3, "chosen": "b", "rejected": "c"}, ["prompt", "3"]),
         ({"prompt": "a" * 30, "chosen": "b", "rejected": "c"}, ["max_length", "20", "30"]),
         ({"prompt": "", "chosen": "", "rejected": "c"}, ["chosen"]),
         ({"prompt": [{"role": "user"}], "chosen": chat("x"), "rejected": chat("y")}, ["prompt[0].content"]),
