@@ -7,13 +7,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.forked_program import run_command
 from tests.messages import raises
 from tests.references import preference_cases as cases
 from tests.trainers import preference_runs as runs
 
-from trainwright import build_trainer
-from trainwright.errors import CheckpointError, ConfigError, DataError
-from trainwright.trainers.dpo import sequence_log_probs
+from trainwright import Mean, Task, build_trainer
+from trainwright.build.components import Build
+from trainwright.build.parallelize import reject_own_steps
+from trainwright.errors import CheckpointError, ConfigError, DataError, TrainwrightError
+from trainwright.parallel.mesh import AXES, Mesh
+from trainwright.trainers.dpo import DPOTrainer, sequence_log_probs
 from trainwright.trainers.reference_table import TABLE_FILE
 
 TRL = json.loads((Path(__file__).parents[1] / "references" / "preferences_trl.json").read_text())
@@ -224,3 +228,59 @@ def test_a_stream_cannot_be_precomputed(pairs, tmp_path):
     content["data"]["train"]["streaming"] = True
     with raises(ConfigError, "precompute_reference", "streaming"):
         build_trainer(runs.load(pairs, content, f"output_dir={tmp_path}")).train()
+
+
+def test_a_precomputed_reference_serves_checks_and_evaluations_of_a_checkpoint(pairs, tmp_path, monkeypatch):
+    content = runs.settings(pairs, steps=2, precompute_reference=True)
+    content["data"]["eval"] = {"valid": dict(content["data"]["train"])}
+    content["output_dir"] = str(tmp_path / "runs")
+    trainer = build_trainer(runs.load(pairs, content))
+    expected = trainer.train()
+    shown = run_command("evaluate", str(tmp_path / "runs" / "run")).stdout
+    assert json.loads(shown[shown.index("{") :]) == pytest.approx(expected)
+    batch = next(iter(trainer.train_data.batches(lambda batches: batches)))
+    with raises(TrainwrightError, "precompute_reference"):
+        trainer.run_forward(batch)
+    monkeypatch.chdir(tmp_path)
+    assert run_command("check", str(pairs / "run.yaml")).returncode == 0
+
+
+def test_a_user_s_subclass_has_the_options_and_its_own(pairs, tmp_path):
+    content = runs.settings(pairs, steps=1)
+    content["trainer"] |= {"type": "tests.trainers.test_dpo:Scaled", "scale": 3.0}
+    content["output_dir"] = str(tmp_path / "runs")
+    trainer = build_trainer(runs.load(pairs, content))
+    trainer.train()
+    assert runs.lines_of(tmp_path)[0]["loss"] == pytest.approx(3 * 0.6931472)
+    with raises(ConfigError, "trainer.beta", at="run.yaml:20"):
+        build_trainer(runs.load(pairs, content | {"trainer": {"beta": "x", **content["trainer"]}}))
+
+
+class Scaled(DPOTrainer):
+    """Multiplies the loss by an option of its own."""
+
+    def post_init(self):
+        self.scale = self.config.trainer.scale
+
+    def forward(self, **batch):
+        loss, metrics = super().forward(**batch)
+        return Mean(loss.total * self.scale, loss.count), metrics
+
+
+def test_kto_needs_two_samples_per_rank(singles, tmp_path):
+    with raises(ConfigError, "kto", "global_batch_size 1", at="run.yaml:21"):
+        train(singles, tmp_path, "trainer.global_batch_size=1", loss_type="kto")
+
+
+def test_another_collator_or_the_other_rows_are_rejected(pairs, singles, tmp_path):
+    with raises(DataError, "input_ids [4, 2, 24]", "label", "kto"):
+        train(pairs, tmp_path, loss_type="kto")
+    with raises(DataError, "[samples, 2, width]", "preferences", "kto"):
+        train(singles, tmp_path / "singles")
+
+
+def test_a_pipeline_is_rejected_because_the_loss_is_computed_in_forward(pairs):
+    config = runs.load(pairs, runs.settings(pairs, model="llama"))
+    model = Build(config).model()
+    with raises(ConfigError, "DPOTrainer.forward", "pipeline"):
+        reject_own_steps(DPOTrainer, Task(), model, config, Mesh({**dict.fromkeys(AXES, 1), "pipeline": 2}))

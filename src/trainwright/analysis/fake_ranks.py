@@ -284,7 +284,7 @@ def _imaginary_class(
             with without_modes():
                 models = {name: _without_memory(each, mode) for name, each in inherited(build, model).items()}
         for each in models.values():
-            each.to = lambda *_, each=each, **__: each  # type: ignore[method-assign, misc]
+            each.to = lambda *_, each=each, **__: each  # type: ignore[method-assign]
         return models
 
     def run_forward(self: Trainer, batch: Any) -> Any:

@@ -156,10 +156,13 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
             yield name, module
 
 
-def adapts_alone(model: nn.Module) -> bool:
-    """Returns True if no parameter besides the adapters is trainable."""
+def keeps_base(model: nn.Module) -> bool:
+    """Returns True if the adapters of a new model add nothing yet, and no other parameter is trainable."""
     adapters = _adapter_names(model)
-    return all(name in adapters for name, one in model.named_parameters() if one.requires_grad)
+    is_alone = all(name in adapters for name, one in model.named_parameters() if one.requires_grad)
+    # Weights on the meta device, or of an estimate, are as `add_lora` leaves them.
+    products = (layer.lora_b.data for _, layer in lora_layers(model))
+    return is_alone and not any(type(one) is Tensor and not one.is_meta and one.any() for one in products)
 
 
 @contextmanager

@@ -19,15 +19,14 @@ from torch import Tensor
 from trainwright.config.trainer_options import DPOOptions
 from trainwright.data.loader import EvalData, TrainData
 from trainwright.data.randomness import preserve_generators
-from trainwright.errors import CheckpointError, ConfigError, DataError
+from trainwright.errors import CheckpointError, ConfigError, DataError, TrainwrightError
 from trainwright.events import Mean
 from trainwright.events.mean import IGNORED_LABEL
 from trainwright.loop.outputs import ForwardResult, logits_of
 from trainwright.loop.trainer import Builder, Trainer
 from trainwright.loop.update import StepResult
+from trainwright.models import lora, peft_adapters
 from trainwright.models.layers.losses import label_log_probs
-from trainwright.models.lora import adapts_alone, lora_layers, without_lora
-from trainwright.models.peft_adapters import keeps_base, peft_config_of, without_peft
 from trainwright.trainers.reference_table import TABLE_FILE, ReferenceTable
 
 logger = logging.getLogger(__name__)
@@ -52,6 +51,7 @@ class DPOTrainer(Trainer):
     )
     options_section = DPOOptions
     options: DPOOptions
+    _table: ReferenceTable | None = None
 
     @classmethod
     def build_frozen_models(cls, build: Builder, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
@@ -61,26 +61,22 @@ class DPOTrainer(Trainer):
             return {}
         return {"reference": build.first_model()}
 
-    def post_init(self) -> None:
-        """Rejects batches that have no mismatched answers."""
-        self._table: ReferenceTable | None = None
+    def train(self) -> dict[str, float]:
+        """Trains, after the reference log-probabilities are computed if they are to be."""
         num_ranks, size = self.ranks.mesh.num_data_ranks, self.context.batch_plan.global_batch_size
         if self.options.loss_type == "kto" and size // num_ranks < 2:
             raise ConfigError(
-                f"trainer.loss_type: kto pairs each prompt with the answer of another sample of its rank, but "
+                "trainer.loss_type: kto pairs each prompt with the answer of another sample of its rank, but "
                 f"global_batch_size {size} over {num_ranks} data ranks is one sample. Use a larger batch.",
                 where=self.config.origin("trainer.loss_type"),
             )
-
-    def train(self) -> dict[str, float]:
-        """Trains, after the reference log-probabilities are computed if they are to be."""
         self._prepare_table()
         return super().train()
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluates every set, after the reference log-probabilities are computed if they are to be."""
+    def evaluate_sets(self, sets: Mapping[str, Any], *, with_hooks: bool = True) -> dict[str, float]:
+        """Evaluates some sets, after the reference log-probabilities are computed if they are to be."""
         self._prepare_table()
-        return super().evaluate()
+        return super().evaluate_sets(sets, with_hooks=with_hooks)
 
     def batches_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns the batches on the device, with precomputed log-probabilities if there are any."""
@@ -89,15 +85,16 @@ class DPOTrainer(Trainer):
 
     def train_step(self, batch: Any) -> StepResult:
         """Makes one update from one batch."""
+        self._check(batch)
         return super().train_step({**batch, **self._sums_of_batch(batch, self.micro_batches)})
 
     def eval_step(self, batch: Any) -> Mapping[str, Any]:
         """Returns the metrics of a batch; the KL estimate of kto is that of the batch."""
+        self._check(batch)
         return super().eval_step({**batch, **self._sums_of_batch(batch, lambda whole: iter([whole]))})
 
     def run_forward(self, batch: Any) -> ForwardResult:
         """Adds the reference log-probabilities, and runs `forward`."""
-        self._check(batch)
         if self.options.loss_type not in WITHOUT_REFERENCE and "reference_log_probs" not in batch:
             batch = {**batch, "reference_log_probs": self.reference_log_probs(batch)}
         return super().run_forward(batch)
@@ -204,11 +201,17 @@ class DPOTrainer(Trainer):
     @contextmanager
     def _reference(self) -> Iterator[torch.nn.Module]:
         """Yields the reference model, without dropout."""
+        if self.options.precompute_reference and self.state.step > 0:
+            raise TrainwrightError(
+                "trainer.precompute_reference: the batch has no precomputed log-probabilities, and the model has been "
+                "trained. Give forward batches of train() or evaluate()."
+            )
         copy = self.context.frozen_models.get("reference")
         if copy is not None:
             yield copy
             return
-        without_adapters = without_peft if peft_config_of(self.model) is not None else without_lora
+        has_peft = peft_adapters.peft_config_of(self.model) is not None
+        without_adapters = peft_adapters.without_peft if has_peft else lora.without_lora
         with without_adapters(self.model), _evaluating(self.model):
             yield self.model
 
@@ -229,7 +232,6 @@ class DPOTrainer(Trainer):
         """Returns what the loss needs of the whole batch, over all ranks; collective for orpo and kto."""
         if self.options.loss_type not in ("orpo", "kto"):
             return {}
-        self._check(batch)
         device = batch["labels"].device
         if self.options.loss_type == "orpo":
             num_tokens = batch["attention_mask"][:, 0, 1:].sum()
@@ -249,9 +251,9 @@ class DPOTrainer(Trainer):
 
 def is_base_with_adapters(model: torch.nn.Module) -> bool:
     """Returns True if the model without its adapters computes what it computes before the first step."""
-    if peft_config_of(model) is not None:
-        return keeps_base(model)
-    return any(True for _ in lora_layers(model)) and adapts_alone(model)
+    if peft_adapters.peft_config_of(model) is not None:
+        return peft_adapters.keeps_base(model)
+    return any(True for _ in lora.lora_layers(model)) and lora.keeps_base(model)
 
 
 def sequence_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
