@@ -78,6 +78,11 @@ class DPOTrainer(Trainer):
         self._prepare_table()
         return super().evaluate_sets(sets, with_hooks=with_hooks)
 
+    def evaluate_test(self) -> dict[str, float]:
+        """Evaluates the test set, after the reference log-probabilities are computed if they are to be."""
+        self._prepare_table()
+        return super().evaluate_test()
+
     def batches_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Returns the batches on the device, with precomputed log-probabilities if there are any."""
         table = self._table
