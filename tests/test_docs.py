@@ -18,6 +18,7 @@ import pytest
 import torch
 from tests.distributed.forked_launch import command, launch_well
 from tests.forked_program import run_command, run_script
+from tests.references import sft_case
 
 from trainwright import cli
 from trainwright.commands.new import Kind, template_folder
@@ -243,6 +244,19 @@ def test_the_page_on_security_works(reader):
         reader.read([block])
         if not block[0]:
             assert reader.exit_code == 0, reader.shown
+
+
+def test_the_page_on_post_training_works_and_its_model_answers(reader):
+    pytest.importorskip("transformers")
+    for block in blocks_of((DOCS / "post_training.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    for run in ("packed", "stream"):
+        assert losses_of(run)[-1] < losses_of(run)[0]
+    sft_case.make_folder("llama-3.2-1b-instruct")  # the page names a model that a test cannot download
+    reader.type("trainwright train tuned.yaml trainer.max_steps=2")
+    assert reader.exit_code == 0, reader.shown
 
 
 class ChildReader(Reader):

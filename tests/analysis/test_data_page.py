@@ -1,5 +1,7 @@
 """The page is at most as wide as the terminal and has all sections."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from tests.analysis.projects import write_project
 
 from trainwright import RunConfig
 from trainwright.analysis.data import describe_data
-from trainwright.analysis.data_page import cut, fold, number, percent, render, visible
+from trainwright.analysis.data_page import cut, fold, number, percent, render, style_runs, visible
 
 DATA = """
   train:
@@ -54,3 +56,39 @@ def test_numbers_and_shares_read_as_a_person_writes_them():
         "< 0.1 %",
         "> 99.9 %",
     ]
+
+
+RUNS = st.lists(st.tuples(st.text(max_size=30), st.booleans()), min_size=1, max_size=6)
+
+
+@given(RUNS, st.integers(4, 60))
+def test_labels_stand_out_and_no_text_is_lost(runs, width):
+    lines = style_runs(runs, width)
+    text = "".join(visible(text) for text, _ in runs)
+    shown = [(one, style) for line in lines for part, style in line for one in part]
+    expected = [(one, "bold green" if is_label else "dim") for text, is_label in runs for one in visible(text)]
+    assert all(cell_len("".join(part for part, _ in line)) <= width for line in lines)
+    if "".join(one for one, _ in shown) == text:  # else the last line is cut
+        assert shown == expected
+    else:
+        kept = shown[:-1]
+        assert shown[-1][0] == "…"
+        assert kept == expected[: len(kept)]
+
+
+CHATS = """
+  train: {type: chat, path: chats.jsonl, tokenizer: bytes}
+  collator: {type: padded, tokenizer: bytes}
+"""
+
+
+def test_a_chat_is_shown_with_its_answers(in_tmp):
+    write_project(in_tmp, CHATS)
+    messages = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "one two"}]
+    (in_tmp / "chats.jsonl").write_text(f"{json.dumps({'messages': messages})}\n" * 8)
+    report = describe_data(RunConfig.load("run.yaml"), run="run.yaml", show=1, samples=10)
+    page = render(report, width=100)
+    [line] = [line for line in page if "<|im_start|>user" in line.plain]
+    [answer] = [line.plain[span.start : span.end] for line in page for span in line.spans if span.style == "bold green"]
+    assert answer == "one two<|im_end|>"
+    assert answer in line.plain

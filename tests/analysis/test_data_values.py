@@ -53,6 +53,13 @@ def test_labels_show_how_many_are_ignored_and_the_text_of_the_others():
     assert (field.num_ignored, field.is_as_input_ids, field.text) == (0, False, None)
 
 
+def test_the_tokens_that_are_labels_are_told_from_the_others():
+    tokens, _ = describe_sample({"input_ids": [72, 105, 33, 63], "labels": [-100, 105, 33, -100]}, spelled)
+    assert tokens.runs == (("H", False), ("i!", True), ("?", False))
+    for labels in ([72, 105, 33, 63], [-100] * 4, [1]):
+        assert describe_sample({"input_ids": [72, 105, 33, 63], "labels": labels}, spelled)[0].runs == ()
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int32, torch.complex64]
 )

@@ -86,6 +86,24 @@ def test_values_that_a_model_reads_do_not_stop_it(project, in_tmp):
     assert sorted(path.name for path in in_tmp.iterdir()) in (["parts.py"], ["__pycache__", "parts.py"])
 
 
+def test_a_loop_that_reads_until_a_value_changes_ends(project, in_tmp):
+    """Such as the one of torch's trunc_normal_, which draws again while some values are out of range."""
+    (in_tmp / "parts.py").write_text(
+        PARTS
+        + """
+
+class Draws(Reads):
+    def __init__(self):
+        super().__init__()
+        torch.nn.init.trunc_normal_(self.layers[0].weight)
+        while (torch.rand(4) > 0.5).any():
+            pass
+"""
+    )
+    with imagine(project(model={"type": "parts.py:Draws"}), world_size=2) as run:
+        assert run.whole.num_parameters == 60
+
+
 def test_the_error_of_a_model_that_cannot_be_built_is_raised(project):
     with (
         raises(ConfigError),

@@ -8,6 +8,14 @@ PACKED = (
     "data.eval={}",
     "evaluation.metrics={}",
 )
+CHATS = "type: chat, path: [chats_a.jsonl, chats_b.jsonl], tokenizer: bytes, max_length: 96"
+CHAT_RUN = (
+    "model={type: llama, vocab_size: 260, hidden_size: 16, num_layers: 1, num_heads: 2, dropout: 0.1}",
+    "trainer.type=sft",
+    "data.collator={type: padded, tokenizer: bytes}",
+    "data.eval={}",
+    "evaluation.metrics={}",
+)
 SOURCES = {
     "a plain iterable that ends": ("data.train={type: parts.py:PointStream, size: 90, noise: 0.1}",),
     "a stream of shards with a state": ("data.train={type: parts.py:ShardedPoints, size: 200, noise: 0.1}",),
@@ -24,4 +32,6 @@ SOURCES = {
         *PACKED,
         "data.train={type: pack, length: 32, source: {type: parts.py:DocumentStream, size: 600}}",
     ),
+    "chats": (*CHAT_RUN, f"data.train={{{CHATS}}}"),
+    "a stream of chats": (*CHAT_RUN, f"data.train={{{CHATS}, streaming: true}}", "trainer.max_epochs=5"),
 }

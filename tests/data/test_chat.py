@@ -59,6 +59,10 @@ def user_and_assistant(question, answer):
             {"prompt": user_and_assistant("q", "a")[:1], "completion": user_and_assistant("q", "a")[1:]},
             Chat(user_and_assistant("q", "a"), num_prompt=1),
         ),
+        (
+            {"prompt": user_and_assistant("q", "a")[:1], "completion": user_and_assistant("q", "a")[1:], "system": "s"},
+            Chat([{"role": "system", "content": "s"}, *user_and_assistant("q", "a")], num_prompt=2),
+        ),
         # A table has a column of every field, None where a row has none.
         ({"messages": user_and_assistant("q", "a"), "prompt": None, "tools": None}, Chat(user_and_assistant("q", "a"))),
         (
@@ -100,6 +104,9 @@ def test_the_arguments_of_tool_calls_are_mappings_however_they_are_given():
         ({"messages": [{"role": "user", "content": "a"}], "tools": "add"}, ["tools"]),
         ({"conversations": [{"from": "robot", "value": "a"}]}, ["conversations[0].from", "robot"]),
         ({"instruction": "a"}, ["output"]),
+        ({"instruction": "a", "output": "b", "system": 1}, ["system", "int"]),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "add"}]}, ["tools", "completion"]),
+        ({"prompt": "a", "completion": "b", "system": "c"}, ["system", "completion"]),
         ({"instruction": 1, "output": "a"}, ["instruction", "int"]),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, ["prompt", "completion"]),
     ],
@@ -161,10 +168,57 @@ def test_a_template_that_drops_reasoning_is_rejected_unless_the_last_turn_is_tra
     assert len(trained_text(render_chat(chat("a", "b", "c", "d"), tokenizer), tokenizer)) == 2
 
 
+def test_a_turn_whose_borders_are_unknown_is_rejected(tokenizers):
+    template = (
+        "{% for message in messages %}{{ '[' + message.role + ']' + message.content + 'END' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[assistant]BEGIN' }}{% endif %}"
+    )
+    begins_reasoning = template.replace("END", "<end>").replace("BEGIN", "<think>")
+    with raises(DataError, "messages[1]", "<think>", "reasoning", "generation"):
+        render_chat(chat("a", "b"), tokenizers["none"], chat_template=begins_reasoning)
+    without_end = template.replace("END", "").replace("BEGIN", "")
+    with raises(DataError, "messages[1]", "end", "generation"):
+        render_chat(chat("a", "b"), tokenizers["none"], chat_template=without_end)
+
+
+@pytest.mark.parametrize("filter_", ["| tojson", ""])
+def test_a_template_receives_arguments_of_tool_calls_as_it_needs_them(filter_, tokenizers):
+    template = (
+        "{% for message in messages %}{{ message.role + ':' + (message.content or '') }}"
+        "{% for call in message.tool_calls %}{{ call.function.name + '(' + call.function.arguments FILTER + ')' }}"
+        "{% endfor %}{{ '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    ).replace("FILTER", filter_)
+    messages = [*chat("a"), {"role": "assistant", "tool_calls": [CALL]}]
+    rendered = render_chat(messages, tokenizers["none"], chat_template=template)
+    assert trained_text(rendered, tokenizers["none"]) == ['add({"a": 1, "b": 2})<|im_end|>']
+
+
 def test_another_template_replaces_the_tokenizers(tokenizers):
     messages = chat("the cat", "<think>sat</think>on", "the mat", "the dog")
     replaced = render_chat(messages, tokenizers["reasoning"], chat_template=CHATML)
     assert replaced == render_chat(messages, tokenizers["none"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chat_template": PREFIX_TEMPLATE, "bos_token": "<bos>"},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>"},
+    ],
+)
+def test_a_template_is_found_wherever_transformers_saves_it(settings, tokenizers, tmp_path):
+    folder = make_tokenizer_folder(tmp_path / "base")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if "chat_template" not in settings:
+        (folder / "chat_template.jinja").write_text(PREFIX_TEMPLATE)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(MARKED_TEMPLATE)
+    expected = render_chat(TURNS, tokenizers["prefix"])
+    for path in (folder, folder / "tokenizer.json"):
+        assert render_chat(TURNS, load_tokenizer(path)) == expected
+    if "chat_template" not in settings:
+        tools = [{"name": "add"}]
+        assert render_chat(TURNS, load_tokenizer(folder), tools=tools) == render_chat(TURNS, tokenizers["marked"])
 
 
 def test_errors_of_a_template_are_explained(tokenizers):

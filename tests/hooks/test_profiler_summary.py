@@ -67,7 +67,7 @@ def test_unknown_figures_are_named():
     assert "tokens" not in text
     assert "MFU" not in text
     assert "estimated: 6 × parameters × tokens" in summary(is_counted=False).text()
-    assert "MFU unknown of the vendor's peak" in summary(known_peak=None).text()
+    assert "MFU of the vendor's peak: unknown" in summary(known_peak=None).text()
     assert summary(flops_per_step=None).to_dict()["share_of_matrix_rate"] is None
 
 

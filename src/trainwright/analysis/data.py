@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import count, takewhile
+from itertools import count, groupby, takewhile
 from numbers import Number
+from operator import itemgetter
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -97,6 +98,8 @@ class Values:
     """True for labels that equal the tokens, apart from those that are -100."""
     drawing: tuple[str, ...] = ()
     """A small gray image, line by line."""
+    runs: tuple[tuple[str, bool], ...] = ()
+    """The text of tokens of which only some are labels: in order, and whether each run is one of labels."""
 
 
 @dataclass(frozen=True)
@@ -351,8 +354,12 @@ def is_label_field(name: str) -> bool:
 def describe_sample(sample: Any, decode: Decode) -> tuple[Values, ...]:
     """Describes each field of a sample."""
     fields = fields_of(sample)
-    tokens = next((tensor_of(value) for name, value in fields if name == "input_ids"), None)
-    return tuple(_describe(name, value, decode, tokens) for name, value in fields)
+    tokens, labels = (
+        next((tensor_of(value) for name, value in fields if name == wanted), None) for wanted in ("input_ids", "labels")
+    )
+    described = [_describe(name, value, decode, tokens) for name, value in fields]
+    runs = () if tokens is None or labels is None else _runs(tokens, labels, decode)
+    return tuple(replace(each, runs=runs) if each.name == "input_ids" else each for each in described)
 
 
 def describe_fields(batch: Any) -> tuple[Values, ...]:
@@ -393,6 +400,18 @@ def _describe(name: str, value: Any, decode: Decode, tokens: Tensor | None) -> V
         is_as_input_ids=tokens is not None and has_tokens and bool(torch.eq(tensor, tokens)[is_used].all()),
         text=_decoded(tensor[is_used], decode) if is_masked else None,
     )
+
+
+def _runs(tokens: Tensor, labels: Tensor, decode: Decode) -> tuple[tuple[str, bool], ...]:
+    """Returns the text of the runs of tokens that are labels or not; empty if (nearly) all are, or none is."""
+    is_used = labels != IGNORED_LABEL
+    if tokens.shape != labels.shape or tokens.ndim != 1 or not bool(is_used.any()):
+        return ()
+    if int((~is_used).sum()) <= _FEW * tokens.numel():
+        return ()
+    pairs = zip(tokens[:_MAX_TEXT].tolist(), is_used.tolist(), strict=False)
+    runs = [(decode([token for token, _ in run]), is_label) for is_label, run in groupby(pairs, itemgetter(1))]
+    return tuple((text, is_label) for text, is_label in runs if text is not None)
 
 
 def _decoded(tokens: Tensor, decode: Decode) -> str | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
@@ -14,6 +16,8 @@ from trainwright.safe_text import safe
 MIN_WIDTH, MAX_WIDTH = 40, 120
 
 _TEXT_LINES = 3
+_CHAT_LINES = 12
+_STYLES = {True: "bold green", False: "dim"}  # of tokens that are labels, and of others
 _NAME_WIDTH = 20
 _BAR_WIDTH = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -78,6 +82,17 @@ def fold(text: str, width: int, *, most: int) -> list[str]:
         lines.append(text[:end])
         text = text[end:]
     return [*lines, cut(text, width)] if text else lines
+
+
+def style_runs(runs: Sequence[tuple[str, bool]], width: int) -> list[list[tuple[str, str]]]:
+    """Returns the text of tokens in lines of so many columns, in which those that are labels stand out."""
+    shown = [(visible(text), is_label) for text, is_label in runs]
+    labels = iter([is_label for text, is_label in shown for _ in text])
+    lines = []
+    for line in fold("".join(text for text, _ in shown), width, most=_CHAT_LINES):
+        styled = groupby(zip(line, labels, strict=False), itemgetter(1))
+        lines.append([("".join(one for one, _ in run), _STYLES[is_label]) for is_label, run in styled])
+    return lines
 
 
 class _Page:
@@ -154,11 +169,14 @@ class _Page:
     def _add_field(self, field: Values, column: int) -> None:
         description, text = _describe(field)
         room = self.width - len(_INDENT) - column - 2
-        folded = fold(visible(text), room, most=_TEXT_LINES) if text else []
-        lines = [*([(description, "")] if description else []), *((line, "green") for line in folded)]
-        for count, (line, style) in enumerate(lines or [(_MISSING, "")]):
+        shown = style_runs(field.runs, room) if field.runs else None
+        if shown is None:
+            folded = fold(visible(text), room, most=_TEXT_LINES) if text else []
+            shown = [[(line, "green")] for line in folded]
+        lines = [*([[(cut(description, room), "")]] if description else []), *shown]
+        for count, line in enumerate(lines or [[(_MISSING, "")]]):
             name = "" if count else cut(field.name, column)
-            self._push(_INDENT, (set_cell_size(name, column), "cyan"), "  ", (cut(line, room), style))
+            self._push(_INDENT, (set_cell_size(name, column), "cyan"), "  ", *line)
 
     def _add_drawings(self, samples: Sequence[Sample]) -> None:
         """Draws small images next to each other, as many as fit."""

@@ -295,7 +295,9 @@ def _remarks(run: ImaginaryRun) -> list[str]:
     if run.config.trainer.micro_batch_size == "auto":
         found.append("micro_batch_size is auto: counted with the rank's whole batch in one forward.")
     if run.config.runtime.precision == "auto":
-        found.append(f"runtime.precision is auto: counted in {run.trainer.config.runtime.precision}.")
+        precision = run.trainer.config.runtime.precision
+        device = "a GPU" if precision == "bf16" else "a CPU"
+        found.append(f"runtime.precision is auto: counted in {precision}, as on {device}. Set it to count another.")
     reserved = {} if run.config.model is None else run.config.model.reserved
     if "offload" in reserved:
         found.append("model.offload is ignored: the tensors that it names are counted as device memory.")

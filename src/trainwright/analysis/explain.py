@@ -207,8 +207,9 @@ def call_of(target: Any, name: str | None = None, remark: str | None = None) -> 
 
 
 def first_line(target: Any) -> str:
-    """Returns the first line of the docstring of a class or function, not of an inherited one."""
-    lines = (getattr(target, "__doc__", None) or "").strip().splitlines()
+    """Returns the first line of the docstring of a class or function; an inherited one, or a type's, does not count."""
+    text = getattr(target, "__doc__", None)
+    lines = ("" if text is None or text == type(target).__doc__ else text).strip().splitlines()
     return lines[0].strip() if lines else ""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -397,10 +398,20 @@ class _Rows:
 _FILLED = "_filled_with"
 _COUNTS = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
 _SHORT = 64  # an arange up to this length is not an activation, and may be real
+_MAX_EQUAL_READS = 100  # of one line, one after the other: a loop that waits for another value
 
 
 class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns 1 where the host reads a value of a fake tensor, or the number that the tensor was filled with."""
+    """Returns 1 where the host reads a value of a fake tensor, or the number that the tensor was filled with.
+
+    A loop that reads until the value changes gets a 0 in the end, such as the one of torch's `trunc_normal_`, which
+    draws again while some values are out of range.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._last_read: tuple[int, int] | None = None
+        self._num_equal_reads = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -409,7 +420,7 @@ class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # its operations on local tensors follow
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             kind = bool if args[0].dtype == torch.bool else float if args[0].is_floating_point() else int
-            return kind(getattr(args[0], _FILLED, 1))
+            return kind(0 if self._is_repeated(sys._getframe(1)) else getattr(args[0], _FILLED, 1))
         if func is torch.ops.aten.fill_.Scalar and isinstance(args[0], FakeTensor):
             setattr(args[0], _FILLED, args[1])
         if func is torch.ops.aten.equal.default and isinstance(args[0], FakeTensor):
@@ -423,9 +434,16 @@ class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    def _is_repeated(self, frame: FrameType) -> bool:
+        """Returns True if one line of one call has read many values, and then counts from the start."""
+        place = id(frame), frame.f_lineno  # not the frame itself, which would keep its tensors
+        self._num_equal_reads = self._num_equal_reads + 1 if place == self._last_read else 0
+        self._last_read = place if self._num_equal_reads < _MAX_EQUAL_READS else None
+        return self._last_read is None
+
 
 def _read_ones() -> AbstractContextManager[Any]:
-    return cast(AbstractContextManager[Any], _ReadOnes())  # type: ignore[no-untyped-call]
+    return cast(AbstractContextManager[Any], _ReadOnes())
 
 
 @contextmanager

@@ -94,7 +94,8 @@ class Report:
             if (count := self.findings.count(severity))
         ]
         head = ", ".join([_paint("ok", "ok"), *counts]) if self.is_ok else _paint(", ".join(counts), "error")
-        lines = [f"{head}: {'; '.join(self.facts)}." if self.facts else f"{head}."]
+        separator = ": " if self.is_ok else ". Built: "
+        lines = [f"{head}{separator}{'; '.join(self.facts)}." if self.facts else f"{head}."]
         if self.checked:
             lines.append(_paint(f"Checked: {', '.join(self.checked)}.", "faint"))
         if self.skipped:

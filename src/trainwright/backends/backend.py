@@ -222,7 +222,8 @@ class Backend:
 
     def describe(self) -> str:
         """Returns the name of the device for the log."""
-        return f"cpu ({torch.get_num_threads()} threads)"
+        number = torch.get_num_threads()
+        return f"cpu ({number} thread{'s' if number > 1 else ''})"
 
 
 def has_fused_optimizers(device: torch.device) -> bool:

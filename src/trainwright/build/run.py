@@ -799,16 +799,18 @@ def reject_steps_in_backward(
             f"in mode {mode} the forward is compiled as a whole, and all of its gradients are complete at the same "
             "time. Compile block by block with model.compile_repeated_blocks",
         ),
-        "trainer.gradient_accumulation_steps": (
+        "several micro-batches": (
             batch.gradient_accumulation_steps > 1,
-            f"an update has {batch.gradient_accumulation_steps} micro-batches, whose gradients are added up. Set "
-            "micro_batch_size to the size of the batch",
+            "their gradients are added up. Set trainer.micro_batch_size to the size of the batch",
         ),
         "trainer.max_grad_norm": (
             trainer.max_grad_norm is not None,
             "clipping needs the norm of all gradients. Remove max_grad_norm",
         ),
-        "trainer.max_grad_value": (trainer.max_grad_value is not None, "gradients are not clamped. Remove it"),
+        "trainer.max_grad_value": (
+            trainer.max_grad_value is not None,
+            "gradients are not clamped there. Remove max_grad_value",
+        ),
         "runtime.precision": (
             config.runtime.precision == "fp16",
             "fp16 needs to know whether any gradient overflows. Use precision bf16",

@@ -14,6 +14,7 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "masked_language_model": "trainwright.trainers.sequence_to_sequence:MaskedLanguageModelTrainer",
         "classification": "trainwright.trainers.classification:ClassificationTrainer",
         "sequence_to_sequence": "trainwright.trainers.sequence_to_sequence:SequenceToSequenceTrainer",
+        "sft": "trainwright.trainers.sft:SFTTrainer",
         "dpo": "trainwright.trainers.dpo:DPOTrainer",
         "reward": "trainwright.trainers.reward:RewardTrainer",
         "distill": "trainwright.trainers.distill:DistillTrainer",
@@ -56,6 +57,7 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "huggingface": "trainwright.data.sources.huggingface:huggingface",
         "mix": "trainwright.data.mix:mix",
         "pack": "trainwright.data.pack:pack",
+        "chat": "trainwright.data.sources.chat:chat",
     },
     "collator": {
         "stack": "trainwright.data.collators.stack:Stack",

@@ -267,6 +267,7 @@ BUILT_IN_TRAINERS = (
     "masked_language_model",
     "classification",
     "sequence_to_sequence",
+    "sft",
     "dpo",
     "reward",
     "distill",

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from trainwright.data.tokenizer import TextTokenizer
+from trainwright.data.tokenizer import Span, TextTokenizer
 from trainwright.errors import ConfigError, DataError
 
 CHATML = (
@@ -95,22 +95,22 @@ def read_row(row: Any) -> Chat | TextPair:
     tools = read_tools(given.get("tools"))
     for name in ("messages", "conversations", "conversation"):
         if name in given:
-            messages = read_messages(given[name], name)
-            if isinstance(given.get("system"), str) and given["system"] and messages[0]["role"] != "system":
-                messages.insert(0, {"role": "system", "content": given["system"]})
-            return Chat(messages, tools)
+            return Chat(_read_system(given) + read_messages(given[name], name), tools)
     if "instruction" in given:
         return Chat(_read_instruction(given), tools)
     if "prompt" in given and "completion" in given:
         prompt, completion = given["prompt"], given["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
+            if tools or given.get("system"):
+                name = "tools" if tools else "system"
+                raise DataError(f"the row has {name}, but prompt and completion are texts. Use messages for both.")
             return TextPair(prompt, completion)
         if isinstance(prompt, str) or isinstance(completion, str):
             raise DataError(
                 f"prompt is {_kind(prompt)}, completion is {_kind(completion)}. Use text for both, or messages for "
                 "both."
             )
-        beginning = read_messages(prompt, "prompt")
+        beginning = _read_system(given) + read_messages(prompt, "prompt")
         return Chat(beginning + read_messages(completion, "completion"), tools, num_prompt=len(beginning))
     raise DataError(f"no conversation among the fields {', '.join(map(str, row)) or '(none)'}. {_LAYOUTS}")
 
@@ -212,13 +212,21 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
 
 def _read_instruction(given: Mapping[str, Any]) -> list[Message]:
     """Returns the messages of Alpaca's layout; the input follows the instruction after a blank line."""
-    texts = {"input": "", "system": "", "output": None, **given}
-    for name in ("instruction", "input", "output", "system"):
+    texts = {"input": "", "output": None, **given}
+    for name in ("instruction", "input", "output"):
         if not isinstance(texts[name], str):
             raise DataError(f"{name} is {_kind(texts[name])}. Use text.")
-    messages = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
     request = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
-    return [*messages, {"role": "user", "content": request}, {"role": "assistant", "content": texts["output"]}]
+    turns = [{"role": "user", "content": request}, {"role": "assistant", "content": texts["output"]}]
+    return _read_system(given) + turns
+
+
+def _read_system(given: Mapping[str, Any]) -> list[Message]:
+    """Returns the message in the field `system`, which some rows have beside the conversation."""
+    text = given.get("system", "")
+    if not isinstance(text, str):
+        raise DataError(f"system is {_kind(text)}. Use text.")
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _kind(value: Any) -> str:
@@ -227,10 +235,10 @@ def _kind(value: Any) -> str:
     )
 
 
-def check_train_on(train_on: str) -> None:
-    """Rejects an unknown value of `train_on`."""
+def check_train_on(train_on: str, *, where: str | None = None) -> None:
+    """Rejects an unknown value of `train_on`; `where` is the component that it is set in."""
     if train_on not in TRAIN_ON:
-        raise ConfigError(f'train_on is "{train_on}". Use one of: {", ".join(TRAIN_ON)}.')
+        raise ConfigError(f'train_on is "{train_on}". Use one of: {", ".join(TRAIN_ON)}.', where=where)
 
 
 def render(
@@ -284,7 +292,7 @@ def render_chat(
     `num_prompt` messages are not trained, except with all. A turn includes the token that ends it. The turns are those
     that the template marks with {% generation %}, else the text between the prompt for a turn and the conversation up
     to its end. If that text is not a part of the conversation, because the template drops earlier reasoning for
-    example, this raises DataError. `chat_template` replaces the tokenizer's template.
+    example, or if nothing ends it, this raises DataError. `chat_template` replaces the tokenizer's template.
     """
     check_train_on(train_on)
     template = _Template.of(tokenizer, tools, chat_template)
@@ -315,10 +323,6 @@ def render_prompt(
     return tokenizer.encode_with_spans(text)[0]
 
 
-Range = tuple[int, int]
-"""The first character and the one after the last."""
-
-
 @dataclass(frozen=True)
 class _Template:
     """A Jinja template with what it is rendered with."""
@@ -345,7 +349,7 @@ class _Template:
         """True if the template marks what the assistant writes."""
         return _GENERATION.search(self.text) is not None
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[str, list[Range]]:
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:
         """Returns the text, and the ranges that the template marks."""
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
@@ -358,7 +362,6 @@ class _Template:
             raise DataError("the row has tool calls, which ChatML cannot describe. Set chat_template.")
         arguments: dict[str, Any] = {
             **self.special_tokens,
-            "conversations": [list(messages)],
             "tools": None if self.tools is None else list(self.tools),
             "chat_template": self.text,
             "return_assistant_tokens_mask": self.has_markers,
@@ -366,7 +369,10 @@ class _Template:
         }
         render: Any = render_jinja_template  # annotated as a function that returns one text
         try:
-            [text], ranges = render(**arguments)
+            try:
+                [text], ranges = render(conversations=[list(messages)], **arguments)
+            except TypeError:  # some templates need the arguments of tool calls as JSON, most as a mapping
+                [text], ranges = render(conversations=[[_with_json_arguments(each) for each in messages]], **arguments)
         except Exception as error:  # Jinja's errors, those of the template itself, and of Python in expressions
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(
@@ -375,7 +381,20 @@ class _Template:
         return text, ([(int(start), int(end)) for start, end in ranges[0]] if self.has_markers else [])
 
 
-def _count_marked(template: _Template, messages: Sequence[Message], first: int, marked: Sequence[Range]) -> int:
+def _with_json_arguments(message: Message) -> Message:
+    """Returns a message whose tool calls have their arguments as JSON."""
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    calls = [
+        {**call, "function": {**function, "arguments": text}}
+        for call, function, text in zip(message["tool_calls"], functions, texts, strict=True)
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _count_marked(template: _Template, messages: Sequence[Message], first: int, marked: Sequence[Span]) -> int:
     """Returns the number of marked ranges of the messages before `first`."""
     if not any(message["role"] == "assistant" for message in messages[:first]):
         return 0
@@ -388,7 +407,7 @@ def _count_marked(template: _Template, messages: Sequence[Message], first: int, 
     return count
 
 
-def _find_turn(template: _Template, messages: Sequence[Message], number: int, text: str) -> Range:
+def _find_turn(template: _Template, messages: Sequence[Message], number: int, text: str) -> Span:
     """Returns the range of an assistant's turn, from the conversations before and after it."""
     if number == 0:
         raise DataError(
@@ -397,12 +416,24 @@ def _find_turn(template: _Template, messages: Sequence[Message], number: int, te
         )
     before, _ = template.render(messages[:number], add_generation_prompt=True)
     after = text if number + 1 == len(messages) else template.render(messages[: number + 1])[0]
-    if not after.startswith(before) or not text.startswith(after):
-        where = _first_difference(before, after) if not after.startswith(before) else _first_difference(after, text)
+    advice = "set chat_template to one with {% generation %} markers."
+    if not after.startswith(before):
+        raise DataError(
+            f"the chat template begins the assistant's turn otherwise when it is to be generated than in messages"
+            f"[{number}] ({_first_difference(before, after)}), for example with reasoning that the message does not "
+            f"have, so that the beginning of the turn is unknown. Change the message, or {advice}"
+        )
+    if not text.startswith(after):
         raise DataError(
             f"the chat template renders messages[{number}] differently as the last message than within the "
-            f"conversation ({where}), for example because it drops earlier reasoning, so that its tokens cannot be "
-            "identified. Use train_on: last, or set chat_template to one with {% generation %} markers."
+            f"conversation ({_first_difference(after, text)}), for example because it drops earlier reasoning, so that "
+            f"its tokens cannot be identified. Use train_on: last, or {advice}"
+        )
+    content = (messages[number].get("content") or "").strip()
+    if content and after.endswith(content):
+        raise DataError(
+            f"the chat template writes nothing after the content of messages[{number}], so that the model would not "
+            f"learn to end its turn. To train the token that follows it, {advice}"
         )
     return len(before), len(after)
 
@@ -415,7 +446,7 @@ def _first_difference(expected: str, found: str) -> str:
     return f"{expected[start : start + 20]!r} and {found[start : start + 20]!r}"
 
 
-def _mark_tokens(spans: Sequence[Range], ranges: Sequence[Range]) -> list[bool]:
+def _mark_tokens(spans: Sequence[Span], ranges: Sequence[Span]) -> list[bool]:
     """Returns for each token whether it contains a character of a range; both are in ascending order."""
     is_trained, number = [], 0
     for start, end in spans:
@@ -423,8 +454,3 @@ def _mark_tokens(spans: Sequence[Range], ranges: Sequence[Range]) -> list[bool]:
             number += 1
         is_trained.append(number < len(ranges) and end > start and end > ranges[number][0])
     return is_trained
-
-
-def keep_turns(chat: Chat, num_messages: int) -> Chat:
-    """Returns the conversation with only its first messages."""
-    return replace(chat, messages=chat.messages[:num_messages])

@@ -33,6 +33,7 @@ from trainwright.data.cache import CACHE_TAG, Report, build_once, cache_root
 from trainwright.data.fetch import StreamBrokenError, count_samples, fetch, make_in_project
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import preserve_generators, seed_generators
+from trainwright.data.sources.formats import RowError
 from trainwright.data.sources.locations import remote_version
 from trainwright.data.streams import DerivedStream, SourcePass
 from trainwright.data.workers import LoaderOptions, prepare_worker, serve_in_workers
@@ -384,7 +385,10 @@ class _ProcessedPass:
         self._outputs, self._num_given = [], 0
         if error is not None:
             raise error
-        returned = self._stream.function(row, **self._stream.arguments)
+        try:
+            returned = self._stream.function(row, **self._stream.arguments)
+        except RowError as problem:  # of a function of this package, which does not know where the row is
+            raise DataError(f"{self._source.describe()}: {problem}") from problem.__cause__
         self._outputs = [] if returned is None else list(returned) if isinstance(returned, list) else [returned]
 
     def state(self) -> dict[str, Any]:

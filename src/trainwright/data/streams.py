@@ -127,6 +127,11 @@ class SourcePass:
         self._row += 1
         return sample
 
+    def describe(self) -> str:
+        """Names the last sample for errors: its file and line if the source knows them, else its number."""
+        describe = getattr(self._iterator, "describe", None)
+        return f"row {self._row - 1} of {type(self.source).__name__}" if describe is None else str(describe())
+
     def state(self) -> Any:
         """Returns the position of the next sample, from which another pass can start."""
         # Before its first sample a source may still report the previous pass.

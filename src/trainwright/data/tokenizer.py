@@ -368,11 +368,9 @@ def _read(name: str, path: Path) -> _LibraryEngine | _TransformersEngine:
 
 
 def _read_chat_templates(name: str, path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the chat templates by name and the special tokens of a folder, both empty without its settings."""
+    """Returns the chat templates by name and the special tokens of a folder, both empty without a template."""
     folder = path.parent if path.is_file() else path if path.is_dir() else _cached(name)
-    if folder is None or not any(
-        (folder / file).is_file() for file in ("tokenizer_config.json", "chat_template.jinja")
-    ):
+    if folder is None or not _has_chat_template(folder):
         return {}, {}
     try:
         from transformers import AutoTokenizer
@@ -391,6 +389,14 @@ def _read_chat_templates(name: str, path: Path) -> tuple[dict[str, str], dict[st
     found = tokenizer.chat_template
     templates = dict(found) if isinstance(found, Mapping) else {} if found is None else {"default": found}
     return templates, {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """Returns True if a file of the folder has a template; else transformers, slow to import, is not needed."""
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and '"chat_template"' in settings.read_text("utf-8", errors="replace"):
+        return True
+    return any((folder / name).exists() for name in ("chat_template.jinja", "additional_chat_templates"))
 
 
 def _cached(name: str) -> Path | None:

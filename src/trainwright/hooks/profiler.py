@@ -295,11 +295,7 @@ class ProfileSummary:
         lines += [*self._speed_lines(), f"  trace: {self.trace} (open it at ui.perfetto.dev)"]
         costs = self.costs()
         if costs:
-            gain = "" if any(each.setting for each in costs) else ", which no setting reduces"
-            lines += [
-                f"The largest costs{gain}:",
-                *(f"  {number}. {each.text()}" for number, each in enumerate(costs, 1)),
-            ]
+            lines += ["The largest costs:", *(f"  {number}. {each.text()}" for number, each in enumerate(costs, 1))]
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, object]:
@@ -340,7 +336,7 @@ class ProfileSummary:
             f"{size} × {size}",
         ]
         if self.known_peak is None:
-            return [*lines, f"  MFU unknown of the vendor's peak: this device and {dtype_name} are not in the table"]
+            return [*lines, f"  MFU of the vendor's peak: unknown for {dtype_name} on this device"]
         word, peak = self.known_peak
         return [
             *lines,
@@ -413,8 +409,8 @@ class Profiler(Hook):
         self._counts_first = first > 0 and not can_count_aside(trainer) and can_count_within(trainer)
         if (first, steps) != (self._first, self._num_steps):
             logger.info(
-                "profiler: %d steps are left, so %d are profiled after %d others instead of %d after %d.",
-                *(left, steps, first, self._num_steps, self._first),
+                "profiler: the run has %d steps left: skipping %d and profiling %d, instead of %d and %d.",
+                *(left, first, steps, self._first, self._num_steps),
             )
 
     def before_step(self) -> None:

@@ -202,6 +202,12 @@ class FileStreamIterator:
                 raise DataError(f"{opened.describe()}: {error}") from error.__cause__
         raise StopIteration
 
+    def describe(self) -> str:
+        """Returns the file and the position of the last row, for errors."""
+        if self._opened is not None:
+            return self._opened.describe()
+        return self._ranges[self.position.file_range - 1].location.name  # the row was the whole file
+
     def _leave_range(self) -> None:
         if self._opened is not None:
             self._opened.file.close()

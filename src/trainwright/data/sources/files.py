@@ -145,6 +145,16 @@ class FileRows(Dataset[dict[str, Any]]):
         """Returns the names and sizes of the files."""
         return list_locations([file.location for file in self._load()])
 
+    def describe_row(self, index: int) -> str:
+        """Returns the file and the line of a row, for errors; scans the file."""
+        [row] = positive_indices([index], size=len(self), of=f"rows of {self.path}").tolist()
+        number = int(np.searchsorted(self._ends, row, side="right"))
+        file = self._load()[number]
+        if self.format.records is None:
+            return file.location.name
+        start = int(file.starts[row - int(self._ends[number]) + len(file.starts)])
+        return f"{file.location.name} line {_count_lines(self._map(number), start) + 1}"
+
     def __len__(self) -> int:
         self._load()
         return int(self._ends[-1])
@@ -171,16 +181,14 @@ class FileRows(Dataset[dict[str, Any]]):
 
     def _read(self, number: int, row: int) -> dict[str, Any]:
         file = self._load()[number]
-        row -= int(self._ends[number]) - len(file.starts)
         data = self._map(number)
-        start = int(file.starts[row])
+        start = int(file.starts[row - int(self._ends[number]) + len(file.starts)])
         records = self.format.records
         record = bytes(data[start:]) if records is None else records.record(records.take(lines_from(data, start)))
         try:
             return self.format.decode(record, file.header)
         except RowError as error:
-            line = "" if records is None else f" line {_count_lines(data, start) + 1}"
-            raise DataError(f"{file.location.name}{line}: {error}") from error.__cause__
+            raise DataError(f"{self.describe_row(row)}: {error}") from error.__cause__
 
     def _map(self, number: int) -> mmap.mmap | bytes:
         """Returns the bytes of a file; the most recently used files stay mapped."""

@@ -86,6 +86,14 @@ class ParquetRows(Dataset[dict[str, Any]]):
         """Returns the names and sizes of the files."""
         return list_locations(find_files(self.path, suffixes=SUFFIXES, project_dir=self._project_dir))
 
+    def describe_row(self, index: int) -> str:
+        """Returns the file and the number of a row in it, counted from 1, for errors."""
+        [row] = positive_indices([index], size=len(self), of=f"rows of {self.path}").tolist()
+        group = int(np.searchsorted(self._ends, row, side="right"))
+        location, number = self._load()[group]
+        before = int(self._ends[group - number - 1]) if group > number else 0  # the rows of earlier files
+        return f"{location.name} row {row - before + 1}"
+
     def __len__(self) -> int:
         self._load()
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -199,6 +207,12 @@ class ParquetIterator:
                 self.position = _RowPosition(at.file_range, at.group, at.row + 1)
                 return self._samples[at.row - self._first]
         raise StopIteration
+
+    def describe(self) -> str:
+        """Returns the file, the row group and the number of the last row in it, counted from 1, for errors."""
+        at = self.position
+        file_range = self._ranges[at.file_range]
+        return f"{file_range.location.name} row {at.row} of row group {file_range.begin + at.group}"
 
     def _read_group(self) -> bool:
         """Reads the next row group; returns False if the range has no more."""
