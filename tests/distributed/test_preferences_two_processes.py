@@ -77,6 +77,8 @@ def test_two_ranks_train_evaluate_and_resume_as_one_process(folder, layout, case
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     for line, one in zip(found, expected, strict=True):
         untimed = {name: value for name, value in one.items() if not name.endswith(runs.TIMED)}
+        if case == "precomputed" and one["step"] == 1:
+            del untimed["rewards/accuracies"]  # the model is the reference: the signs of the rewards are rounding
         assert {name: line[name] for name in untimed} == pytest.approx(untimed, rel=2e-5, abs=3e-5)
     models = [load_checkpoint(folder / case / "runs" / name) for name in ("one", layout)]
     for (name, first), (_, second) in zip(*(each.named_parameters() for each in models), strict=True):

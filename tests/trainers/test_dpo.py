@@ -195,6 +195,8 @@ def test_a_precomputed_reference_gives_the_same_run_without_a_second_model(pairs
     assert not trainer.context.frozen_models
     for line, expected in zip(*reversed(logs), strict=True):
         untimed = {name: value for name, value in expected.items() if not name.endswith(runs.TIMED)}
+        if expected["step"] == 1:
+            del untimed["rewards/accuracies"]  # the model is the reference: the signs of the rewards are rounding
         assert {name: line[name] for name in untimed} == pytest.approx(untimed, rel=1e-5, abs=1e-5)
 
 
