@@ -343,3 +343,20 @@ def test_the_page_on_clusters_works_and_its_layouts_agree(in_tmp, monkeypatch, c
             assert reader.exit_code == 0, reader.shown
     for layout in ("tensor", "context", "pipeline", "ruled", "graph", "compiled"):
         assert losses_of(layout) == pytest.approx(losses_of("small")[:4], rel=1e-5)
+
+
+def test_the_page_on_preferences_works_and_its_margins_rise(reader):
+    reader.exit_code = 0
+    for block in blocks_of((DOCS / "preferences.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    for run in ("dpo", "lora", "precomputed", "simpo", "kto"):
+        lines = [json.loads(line) for line in Path(f"runs/{run}/metrics.json").read_text().splitlines()]
+        margins = [line["rewards/margins"] for line in lines if "rewards/margins" in line]
+        assert margins[-1] > margins[0] + 0.1, run
+    assert losses_of("precomputed") == pytest.approx(losses_of("dpo"), rel=1e-4)
+    reward = [json.loads(line) for line in Path("runs/reward/metrics.json").read_text().splitlines()]
+    assert reward[-1]["accuracy"] > 0.8
+    distilled = [json.loads(line) for line in Path("runs/distill/metrics.json").read_text().splitlines()]
+    assert distilled[-1]["kl"] < 0.5 * distilled[0]["kl"]

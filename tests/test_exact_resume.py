@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.data.kinds import SOURCES
 from tests.faults import runs  # noqa: F401  # imports, before the fork, what each child would
+from tests.trainers import preference_runs
 
 from trainwright import Hook, RunConfig, build_trainer
 from trainwright.build.components import Build
@@ -167,3 +168,33 @@ def test_a_run_may_go_on_with_other_workers_and_micro_batches(tmp_path):
     assert run_in_child(config("changed"), signal_at=6) == -signal.SIGKILL
     assert run_in_child(config("changed", "data.num_workers=2")) == 0
     assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "changed"))
+
+
+# The settings of the trainer and of the model, and whether rows are pairs.
+PREFERENCES = {
+    "a frozen copy": ({}, {}, True),
+    "adapters with dropout": ({}, {"lora": {"match": "*_proj", "rank": 4, "dropout": 0.3}}, True),
+    "a precomputed reference": ({"precompute_reference": True}, {}, True),
+    "kto": ({"loss_type": "kto"}, {}, False),
+    "orpo": ({"loss_type": "orpo"}, {}, True),
+}
+
+
+@pytest.mark.parametrize("case", PREFERENCES)
+def test_a_killed_preference_run_ends_with_the_bits_of_an_undisturbed_one(case, tmp_path):
+    trainer, model, paired = PREFERENCES[case]
+    preference_runs.prepare(tmp_path, paired=paired, number=30)
+    content = preference_runs.settings(tmp_path, model="llama", steps=8, micro_batch_size=2, **trainer)
+    content["model"] |= model
+    content["trainer"]["optimizer"] = {"type": "adamw", "lr": 0.01}
+    content["data"]["shuffle"] = True
+    content["checkpoint"] = {"every_steps": 2}
+
+    def config(name):
+        return preference_runs.load(tmp_path, content, f"name={name}", f"output_dir={tmp_path}")
+
+    assert run_in_child(config("undisturbed")) == 0
+    assert run_in_child(config("killed"), signal_at=3) == -signal.SIGKILL
+    assert run_in_child(config("killed"), signal_at=6) == -signal.SIGKILL
+    assert run_in_child(config("killed")) == 0
+    assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "killed"))

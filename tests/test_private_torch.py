@@ -302,6 +302,7 @@ OTHERS = {
     "_fields": "namedtuple",
     "_make": "namedtuple",
     "_replace": "namedtuple",
+    "_disable_adapters": "peft's layers, whose public method changes requires_grad as well",
     "_fingerprint": "datasets.Dataset",
     "_reductions": "torchmetrics.Metric",
     "_attn_implementation": "transformers' configs",

@@ -19,7 +19,7 @@ from trainwright import RunConfig, Task, Trainer
 from trainwright.backends import pick_backend
 from trainwright.build.components import Build
 from trainwright.build.parallelize import parallelize_model
-from trainwright.build.run import _build_model
+from trainwright.build.run import _build_models
 from trainwright.data.randomness import seed_generators
 from trainwright.errors import CheckpointError
 from trainwright.models.llama import Llama
@@ -108,7 +108,7 @@ def placed_as_in_a_run(config, ranks):
     seed_generators(7)
     build = Build(config, ranks=ranks)
     build.take_trainer(Trainer)
-    parallelized = _build_model(Trainer, Task(), build, pick_backend("cpu"), ranks)
+    parallelized, _ = _build_models(Trainer, Task(), build, pick_backend("cpu"), ranks)
     return build, parallelized, torch.rand(3).tolist()
 
 

@@ -207,3 +207,34 @@ def test_a_user_s_trainer_may_have_options_that_built_in_ones_reject(in_tmp):
     assert RunConfig.load(in_tmp / "run.yaml").trainer.weight_decay == 0.5
     with raises(ConfigError, "trainer.weight_decay", "trainer.optimizer.weight_decay"):
         RunConfig.load(in_tmp / "run.yaml", ["trainer.type=trainer"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("type: dpo, betta: 0.2", ["trainer.betta", '"beta"']),
+        ("type: dpo, loss_type: sigmiod", ["trainer.loss_type", "sigmoid", "kto"]),
+        ("type: dpo, beta: high", ["trainer.beta", "number"]),
+        ("type: dpo, beta: 0", ["trainer.beta", "0"]),
+        ("type: dpo, label_smoothing: 0.5", ["trainer.label_smoothing", "0.5"]),
+        ("type: dpo, simpo_gamma: 1.0", ["trainer.simpo_gamma", "sigmoid", "simpo"]),
+        ("type: dpo, loss_type: orpo, precompute_reference: true", ["trainer.precompute_reference", "orpo"]),
+        ("type: reward, beta: 0.1", ["trainer.beta"]),
+        ("type: distill, teacher: big", ["trainer.teacher", '"big"', "pretrained"]),
+        ("type: distill, teacher: {layers: 2}", ["trainer.teacher", "layers"]),
+        ("type: distill, alpha: 2", ["trainer.alpha", "at most 1"]),
+        ("type: language_model, beta: 0.1", ["trainer.beta"]),
+    ],
+)
+def test_the_options_of_built_in_trainers_are_checked(tmp_path, options, words):
+    (tmp_path / "run.yaml").write_text(f"trainer: {{{options}}}\n")
+    with raises(ConfigError, *words, at="run.yaml:1"):
+        RunConfig.load(tmp_path / "run.yaml")
+
+
+def test_options_are_saved_as_they_are_written(tmp_path):
+    (tmp_path / "run.yaml").write_text("trainer: {type: dpo, loss_type: simpo, simpo_gamma: 1, beta: 2}\n")
+    config = RunConfig.load(tmp_path / "run.yaml")
+    config.save(tmp_path / "saved.yaml")
+    assert RunConfig.load(tmp_path / "saved.yaml") == config
+    assert config.trainer.options == {"loss_type": "simpo", "simpo_gamma": 1, "beta": 2}

@@ -230,8 +230,9 @@ def measure_step(run: ImaginaryRun) -> HeldBytes:
     """Runs a first step, in which optimizers create their states, then measures a second one."""
     model, held = run.trainer.model, HeldBytes()
     with _marked_forwards(run, held), held:
-        held.label(model.parameters(), PARAMETERS)
-        held.label(model.buffers(), BUFFERS)
+        for each in (model, *run.trainer.context.frozen_models.values()):
+            held.label(each.parameters(), PARAMETERS)
+            held.label(each.buffers(), BUFFERS)
         held.label(tree_leaves(run.batch), BATCH)
         run.step(1)
         held.label(states_of(run), STATES)

@@ -495,6 +495,8 @@ class _Explanation:
         self._part("data.eval", sets, "build_eval_data", task_method="build_dataset", default=split or "none")
         if self.config.data.test is not None:
             self._part("data.test", ["data.test"], None, task_method="build_dataset")
+        if self.trainer_calls("build_frozen_models"):
+            self._part("frozen models", [], "build_frozen_models")
         optimizers = self._labels("optimizer")
         self._part("optimizers", optimizers, "build_optimizers")
         for label in optimizers:

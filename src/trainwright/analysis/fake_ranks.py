@@ -277,6 +277,18 @@ def _imaginary_class(
         model.to = lambda *_, **__: model  # type: ignore[method-assign]
         return model
 
+    def build_frozen_models(cls: type[Trainer], build: Any, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
+        inherited = super(imagined, cls).build_frozen_models  # type: ignore[misc]
+        build.kept_of = lambda section: _kept_facts(build.config.derive({"model": section}))
+        try:
+            models: Mapping[str, torch.nn.Module] = inherited(build, model)
+        except Exception:  # as in build_model
+            with without_modes():
+                models = {name: _without_memory(each, mode) for name, each in inherited(build, model).items()}
+        for each in models.values():
+            each.to = lambda *_, each=each, **__: each  # type: ignore[method-assign]
+        return models
+
     def run_forward(self: Trainer, batch: Any) -> Any:
         with ExitStack() as stack:
             for each in contexts:
@@ -301,6 +313,7 @@ def _imaginary_class(
     body |= {
         "run_forward": run_forward,
         "build_model": classmethod(build_model),
+        "build_frozen_models": classmethod(build_frozen_models),
         "build_writers": classmethod(lambda cls, build: build.writers()),  # of the trial's config: none
     }
     if sequence_length is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import math
@@ -21,7 +22,8 @@ from trainwright.checkpoint.base_weights import hash_weights, weights_of
 from trainwright.checkpoint.run_folder import run_folder
 from trainwright.config import Component, DataSection, ModelSection, RunConfig, resolve_batch
 from trainwright.config.builtin import IN_CODE
-from trainwright.config.problems import suggest
+from trainwright.config.problems import raise_all, suggest
+from trainwright.config.schema import check_options
 from trainwright.data.collators.fields import NamedFields, reject_own_generator
 from trainwright.data.fetch import is_stream
 from trainwright.data.samplers import reject_distributed
@@ -106,6 +108,12 @@ class Build:
         self.base_hashes: dict[str, str] = {}
         """The hashes of the built model's weights that checkpoints may store by reference."""
         self._reader: str | None = None
+        self.frozen_digests: dict[str, str] = {}
+        """A digest of the weights of each frozen model, by name."""
+        self.kept_of: Callable[[ModelSection], PretrainedFacts | None] = lambda section: None
+        """The facts of a pretrained folder from which a frozen model is built without weights, for an estimate."""
+        self._sections: dict[int, Mapping[str, Any]] = {}
+        """The model sections of further models, by the id of the model."""
         self.pretrained_facts: PretrainedFacts | None = None
         self.fp8_layers: Fp8Layers | None = None
         """Which layers of the built model train in fp8; None without runtime.precision fp8."""
@@ -178,6 +186,43 @@ class Build:
         )
         self._hash_loaded(model, self.pretrained_facts)
         return model
+
+    def first_model(self) -> torch.nn.Module:
+        """The model again, with the weights that it has before the first step.
+
+        The caller seeds the generators as before the model. Pretrained weights are read again, also in a run that
+        resumes.
+        """
+        assert self._trainer_class is not None
+        again = copy.copy(self)
+        again._kept = None if self.config.model is None else self.kept_of(self.config.model)
+        return self._trainer_class.build_model(again)
+
+    def model_of(self, label: str, section: Mapping[str, Any]) -> torch.nn.Module:
+        """The model of a further model section, which is the setting `label`, such as `trainer.teacher`."""
+        own = self.config.model
+        if "type" not in section and own is None:
+            where = self.config.origin(label)
+            raise ConfigError(f"{label}.type is required, because there is no model section. Add it.", where=where)
+        named = ModelSection.from_mapping(section if own is None else {"type": own.type, **section})
+        named = cast(ModelSection, named.located_at(self.config.origin(label)))
+        try:
+            model, _ = build_model_section(
+                named,
+                project_dir=Path(self.project_dir),
+                origin=lambda setting: self.config.origin(f"{label}.{setting.partition('.')[2]}"),
+                kept=self.kept_of(named),
+            )
+        except TrainwrightError as error:
+            problem = error.problem.replace("model", label, 1) if error.problem.startswith("model") else error.problem
+            raise type(error)(problem, where=error.where) from error
+        self._sections[id(model)] = named
+        return model
+
+    def config_of(self, model: torch.nn.Module) -> RunConfig:
+        """The config whose model section is that of a model of `model_of`; the run's for any other model."""
+        section = self._sections.get(id(model))
+        return self.config if section is None else self.config.derive({"model": section})
 
     def optimizers(self, model: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
         """The `trainer.optimizer` section over all parameters, or each of `trainer.optimizers` over its own."""
@@ -432,6 +477,15 @@ class Build:
         if not (isinstance(found, type) and issubclass(found, Trainer)):
             raise ConfigError(f"trainer.type: {name} is not a subclass of Trainer.", where=where)
         return found
+
+    def options(self) -> Any:
+        """The options of a built-in trainer, or of a subclass, from the `trainer` section; None if it has none."""
+        kind = None if self._trainer_class is None else self._trainer_class.options_section
+        if kind is None:
+            return None
+        given = self.config.trainer.options
+        raise_all(check_options(kind, given), lambda path: self.config.origin(".".join(map(str, path))))
+        return kind.model_validate({name: value for name, value in given.items() if name in kind.model_fields})
 
     def take_trainer(self, trainer_class: type[Trainer]) -> None:
         """Sets the class that calls these methods: a user's own `build_model` may read the weights."""

@@ -186,7 +186,12 @@ def reject_own_steps(
         (trainer_class, name) for name in ("forward", "run_forward", "train_step", "eval_step")
     ]
     methods.append((type(task), "forward"))
-    own = [f"{kind.__name__}.{name}" for kind, name in methods if is_user_code(getattr(kind, name))]
+    own = [
+        f"{kind.__name__}.{name}"
+        for kind, name in methods
+        # Built-in trainers with options compute their losses in forward.
+        if is_user_code(getattr(kind, name)) or (name == "forward" and getattr(kind, "options_section", None))
+    ]
     where = config.origin("runtime.mesh.pipeline")
     reject_pipeline(model, mesh.size("pipeline"), own_parts=own, where=where)
 

@@ -5,6 +5,8 @@ components.py builds single objects, data.py loaders; parallelize.py shards the 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import sys
@@ -27,7 +29,7 @@ from trainwright.build.data import Loaders, describe_size, limits, may_make_batc
 from trainwright.build.parallelize import ParallelizedModel, parallelize_model, reject_own_steps
 from trainwright.checkpoint import contents
 from trainwright.checkpoint import run_folder as run_folders
-from trainwright.checkpoint.base_weights import BaseWeights
+from trainwright.checkpoint.base_weights import BaseWeights, hash_weights, weights_of
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store
@@ -221,6 +223,7 @@ def _build_trainer(
         # No checkpoint is intact: the run starts over with the weights of the pretrained folder.
         trainer, build = assemble(config, trainer_class, backend, ranks, folder, **options)
     if step is not None:
+        _on_first_rank(ranks, partial(run_folders.check_frozen_models, folder, build.frozen_digests))
         trainer.restore_checkpoint(step, keep_settings=accept_changes)
         _resume(trainer, config, saved, counts_steps=accept_changes)
         if trainer.has_only_weights and not trainer.is_finished:
@@ -228,6 +231,8 @@ def _build_trainer(
     if ranks.is_first and not trainer.is_finished:
         if build.pretrained_facts is not None and build.pretrained_facts != kept:
             write_facts(folder, build.pretrained_facts)
+        if step is None:
+            run_folders.write_frozen_models(folder, build.frozen_digests)
         given = None if trainer_class is None else unnamed_trainer(trainer.config, trainer_class)
         run_folders.save_settings(folder, trainer.config, backend.describe(), trainer=given)
     ranks.barrier()
@@ -400,7 +405,8 @@ def assemble(
     build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
-    parallelized = _build_model(trainer_class, task, build, backend, ranks, for_training=for_training)
+    options = build.options()
+    parallelized, frozen = _build_models(trainer_class, task, build, backend, ranks, for_training=for_training)
     build.fp8_layers = parallelized.fp8
     config = build.config
     makes_batches = may_make_batches(trainer_class, config)
@@ -442,6 +448,8 @@ def assemble(
         base=_base_weights(parallelized.model, build, trainer_class, folder),
         recipes=build.recipes,
         freeze_rules=build.freeze_rules(),
+        options=options,
+        frozen_models=frozen,
     )
     if for_training:
         build.reject_unused()
@@ -459,7 +467,7 @@ def assemble(
     return trainer, build
 
 
-def _build_model(
+def _build_models(
     trainer_class: type[Trainer],
     task: Task,
     build: Build,
@@ -467,13 +475,20 @@ def _build_model(
     ranks: Ranks,
     *,
     for_training: bool = True,
-) -> ParallelizedModel:
-    """Builds the model, on every rank or on the first for all, shards it and moves it to the device."""
+) -> tuple[ParallelizedModel, dict[str, torch.nn.Module]]:
+    """Builds the model, on every rank or on the first for all, shards it and moves it to the device.
+
+    Also returns the trainer's frozen models by name, sharded in the same way.
+    """
     model = trainer_class.build_model(build)
     build.take_model(model)
     build.config = _with_precision(build.config, model, backend, ranks)
     if ranks.mesh.size("pipeline") > 1:
         reject_own_steps(trainer_class, task, model, build.config, ranks.mesh)
+    # A frozen copy of the model needs the same numbers.
+    _seed_everything(backend, mix_seed(build.config.seed, _BUILD_STREAM))
+    frozen = dict(trainer_class.build_frozen_models(build, model))
+    build.frozen_digests = _digest_models(frozen, ranks)
     parallelized = parallelize_model(
         model,
         ranks,
@@ -482,10 +497,37 @@ def _build_model(
         first_has_weights=build.first_has_weights,
         for_training=for_training,
     )
+    for each in frozen.values():
+        each.requires_grad_(False).eval()
+        is_empty = any(parameter.is_meta for parameter in each.parameters())
+        parallelize_model(
+            each,
+            ranks,
+            build.config_of(each),
+            backend.device,
+            first_has_weights=any(ranks.gather(is_empty)),
+            for_training=False,
+        )
     # A start that loads weights draws fewer numbers than one that initializes the model, and a rank that receives them
     # draws none. Objects that are built next must not depend on that.
     _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
-    return parallelized
+    return parallelized, frozen
+
+
+def _digest_models(models: Mapping[str, torch.nn.Module], ranks: Ranks) -> dict[str, str]:
+    """Returns a digest of the weights of each model, which are whole on the first rank; collective.
+
+    It is empty for an estimate's tensors, which have no values.
+    """
+    found = dict.fromkeys(models, "")
+    if ranks.is_first:
+        for name, model in models.items():
+            weights = weights_of(model)
+            if any(type(each.data) is not torch.Tensor for each in weights.values()):
+                continue
+            hashes = hash_weights(weights)
+            found[name] = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+    return ranks.broadcast(found)
 
 
 def _with_precision(config: RunConfig, model: torch.nn.Module, backend: Backend, ranks: Ranks) -> RunConfig:

@@ -12,6 +12,7 @@ import platform
 import secrets
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +27,7 @@ from trainwright.errors import CheckpointError, ConfigError
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
+FROZEN_FILE = "frozen_models.json"
 LOG_FILE = "log.txt"
 LOCK_FILE = ".lock"
 OLD = ".old"
@@ -171,6 +173,35 @@ def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str 
     if trainer is not None:
         facts[_TRAINER] = trainer
     _write_environment(folder, facts)
+
+
+def write_frozen_models(folder: Path, digests: Mapping[str, str]) -> None:
+    """Writes the digests of the weights of a run's frozen models, if it has some, at its first start."""
+    path = folder / FROZEN_FILE
+    path.unlink(missing_ok=True)
+    if digests:
+        staging = path.with_name(f".{FROZEN_FILE}.writing")
+        staging.write_text(json.dumps(dict(digests), indent=1) + "\n", "utf-8")
+        staging.replace(path)
+
+
+def check_frozen_models(folder: Path, digests: Mapping[str, str]) -> None:
+    """Raises if a frozen model that a resumed run has built again has other weights than at the run's first start."""
+    path = folder / FROZEN_FILE
+    try:
+        first = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        first = {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Restore it, or start over with --fresh.") from error
+    for name, digest in digests.items():
+        if name in first and first[name] != digest:
+            raise CheckpointError(
+                f"The {name} model has other weights than at the run's first start, so the run would continue with "
+                "another loss. Restore the pretrained files and the software that the run used, or start over with "
+                "--fresh.",
+                where=path,
+            )
 
 
 def run_id(folder: Path) -> str:

@@ -20,6 +20,7 @@ from trainwright.config.sections import (
     PreemptionSection,
     ProcessSection,
     RuntimeSection,
+    Section,
     TrainerSection,
     WatchdogSection,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "ProcessSection",
     "RunConfig",
     "RuntimeSection",
+    "Section",
     "TrainerSection",
     "WatchdogSection",
     "known_data_ranks",

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from trainwright.config.groups import KINDS
 from trainwright.config.schema import RunConfig
 from trainwright.config.sections import BUILT_IN_TRAINERS, LoaderArguments, ProcessOptions, Section
+from trainwright.config.trainer_options import TRAINER_OPTIONS
 
 Json: TypeAlias = dict[str, Any]
 
@@ -173,9 +174,10 @@ def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
     for name, axis in axes.items():
         one = [{"const": -1}, {"type": "integer", "minimum": 1}, {"type": "null"}]
         axes[name] = {**axis, "anyOf": one}
-    known = [*trainer]
+    # Which of the built-in trainers has an option is checked by `load`.
+    known = [*trainer, *dict.fromkeys(name for each in TRAINER_OPTIONS.values() for name in each.model_fields)]
     trainer["type"]["anyOf"] = [{"enum": [*type_names["trainer"]]}, {"type": trainer["type"].pop("type")}]
-    # A user's trainer may have further keys, its options; a built-in one has none.
+    # A user's trainer may have further keys, its options.
     sections["TrainerSection"] |= {
         "additionalProperties": True,
         "if": {"properties": {"type": {"enum": [*BUILT_IN_TRAINERS]}}},

@@ -123,6 +123,8 @@ _EXPECTED: Mapping[str, str] = {
     "literal_error": "{expected}",
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
 }

@@ -48,6 +48,7 @@ from trainwright.config.sections import (
     Whole,
     empty_section,
 )
+from trainwright.config.trainer_options import TRAINER_OPTIONS
 from trainwright.config.yaml_text import (
     KeyPath,
     Node,
@@ -281,11 +282,13 @@ def _check_trainer_keys(trainer: Any) -> list[Problem]:
     """Reject unknown keys of the raw trainer section; a user's trainer may have options with dissimilar names."""
     if not isinstance(trainer, Mapping):
         return []
-    known = list(TrainerSection.model_fields)
-    problems = []
+    name = trainer.get("type", "trainer")
+    is_built_in = name in BUILT_IN_TRAINERS
+    options = TRAINER_OPTIONS.get(name) if isinstance(name, str) else None
+    known = [*TrainerSection.model_fields, *([] if options is None else options.model_fields)]
+    problems = [] if options is None else check_options(options, trainer)
     for key in (key for key in trainer if key not in known):
         match = nearest(key, known, cutoff=_MISSPELLING)
-        is_built_in = trainer.get("type", "trainer") in BUILT_IN_TRAINERS
         elsewhere = TRAINER_KEYS_ELSEWHERE.get(key) or (OPTIONS_ELSEWHERE.get(key) if is_built_in else None)
         if elsewhere is not None:
             problems.append(Problem(("trainer", key), f"has no effect here. Set {elsewhere}."))
@@ -296,6 +299,16 @@ def _check_trainer_keys(trainer: Any) -> list[Problem]:
             text = f'looks like a misspelt "{match}". Use that name, or a less similar one for your own option.'
             problems.append(Problem(("trainer", key), text))
     return problems
+
+
+def check_options(options: type[Section], trainer: Mapping[str, Any]) -> list[Problem]:
+    """Return what is wrong with the options of a trainer in a trainer section."""
+    given = {key: value for key, value in trainer.items() if key in options.model_fields}
+    try:
+        options.model_validate(given)
+    except ValidationError as error:
+        return [Problem(("trainer", *problem.path), problem.text) for problem in explain(error, options)]
+    return []
 
 
 def _check_keep_best(config: RunConfig) -> list[Problem]:

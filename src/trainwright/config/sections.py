@@ -262,8 +262,16 @@ class OptimizerSection(Section):
 
 
 BUILT_IN_TRAINERS = (
-    "trainer", "language_model", "masked_language_model", "classification", "sequence_to_sequence", "sft",
-)  # fmt: skip
+    "trainer",
+    "language_model",
+    "masked_language_model",
+    "classification",
+    "sequence_to_sequence",
+    "sft",
+    "dpo",
+    "reward",
+    "distill",
+)
 
 
 TRAINER_KEYS_ELSEWHERE: Mapping[str, str] = {
@@ -320,7 +328,7 @@ OPTIONS_ELSEWHERE: Mapping[str, str] = {
 
 
 class TrainerSection(Section):
-    """How the model is updated. Further keys are options of a user's trainer."""
+    """How the model is updated. Further keys are options of the trainer."""
 
     # schema.py checks unknown keys: whether they are allowed depends on `type`.
     model_config = ConfigDict(extra="allow")
@@ -373,7 +381,7 @@ class TrainerSection(Section):
 
     @property
     def options(self) -> Frozen[Any]:
-        """The further keys, which only a user's trainer has."""
+        """The further keys, as they are written."""
         return Frozen(self.__pydantic_extra__)
 
     @model_validator(mode="after")

@@ -90,7 +90,7 @@ def tokenizer_of(owner: Any) -> Any:
         return found
     sources = getattr(owner, "sources", None)
     inner = [*sources.values()] if isinstance(sources, Mapping) else []
-    inner += [getattr(owner, name, None) for name in ("source", "dataset", "collator")]
+    inner += [getattr(owner, name, None) for name in ("source", "dataset", "collator", "format")]
     return next((one for one in map(tokenizer_of, inner) if one is not None), None)
 
 

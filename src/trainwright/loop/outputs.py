@@ -285,6 +285,18 @@ def read_forward(
     return ForwardResult(_one_number(loss), num_samples, metrics, outputs, count_targets(model, batch))
 
 
+def logits_of(outputs: Any, model: torch.nn.Module) -> torch.Tensor:
+    """Returns the logits of a model's outputs: of a mapping, of an object, or the outputs themselves."""
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+    if not isinstance(found, torch.Tensor):
+        given = f"a mapping of {', '.join(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise TrainwrightError(
+            f"{type(model).__name__} returned {given}, but this trainer computes the loss from logits. Return a "
+            "mapping with `logits`, or an object with `.logits`."
+        )
+    return found
+
+
 def count_targets(model: torch.nn.Module, batch: Any) -> torch.Tensor | None:
     """Returns the number of labels of a batch that the model's loss is the mean of; None if that is not known.
 

@@ -44,7 +44,7 @@ from trainwright.compile.regions import (
     inspect_forward,
     user_files_of,
 )
-from trainwright.config import BatchPlan, CheckpointSection, EvaluationSection, LogSection, RunConfig
+from trainwright.config import BatchPlan, CheckpointSection, EvaluationSection, LogSection, RunConfig, Section
 from trainwright.data.collators import plain_mappings
 from trainwright.data.loader import MadeBatches, ToDevice
 from trainwright.data.order import chain_seed
@@ -120,8 +120,17 @@ class Builder(Protocol):
     def task(self) -> Task:
         """The `task` section, or the default task."""
 
+    def options(self) -> Any:
+        """The values of the trainer's `options_section`; None without one."""
+
     def model(self) -> torch.nn.Module:
         """The `model` section, or the task's model; on the CPU, initialized with the run's seed."""
+
+    def first_model(self) -> torch.nn.Module:
+        """The model again, with the weights that it has before the first step."""
+
+    def model_of(self, label: str, section: Mapping[str, Any]) -> torch.nn.Module:
+        """The model of a further model section, which is the setting `label`."""
 
     def optimizers(self, model: torch.nn.Module) -> Mapping[str, torch.optim.Optimizer]:
         """The `trainer.optimizer` or `trainer.optimizers` section, each over its own parameters."""
@@ -167,6 +176,8 @@ class TrainerContext:
     base: BaseWeights | None = None
     recipes: Mapping[str, OptimizerRecipe] = field(default_factory=dict)
     freeze_rules: Sequence[FreezeRule] = ()
+    options: Any = None
+    frozen_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
 
 
 _UNLABELLED = "unlabelled_rows"
@@ -227,6 +238,8 @@ class Trainer:
 
     known_eval_names: ClassVar[tuple[str, ...]] = ("loss",)
     """The values of an evaluation set without configured metrics, as far as the class determines them."""
+    options_section: ClassVar[type[Section] | None] = None
+    """The further keys of the `trainer` section that a built-in trainer has, with types and defaults."""
 
     def __init__(
         self,
@@ -254,6 +267,8 @@ class Trainer:
         self.eval_data: dict[str, EvaluationData] = dict(validation_dataset or {})
         self.test_data = context.test_data
         self.context = context
+        self.options: Any = context.options
+        """The values of `options_section`; None without one."""
         self.backend, self.ranks = context.backend, context.ranks
         self.device = self.backend.device
         self.storage = context.storage
@@ -352,6 +367,15 @@ class Trainer:
     def build_model(cls, build: Builder) -> torch.nn.Module:
         """Returns the model, on the CPU."""
         return build.model()
+
+    @classmethod
+    def build_frozen_models(cls, build: Builder, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
+        """Returns models that the trainer evaluates and never trains, by name, on the CPU: a reference, a teacher.
+
+        They are frozen, in evaluation mode, sharded like the model, and in no checkpoint: each start builds them
+        again, and compares their weights with those of the run's first start. `context.frozen_models` has them.
+        """
+        return {}
 
     @classmethod
     def build_optimizers(cls, build: Builder, model: torch.nn.Module) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,29 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
             yield name, module
+
+
+def keeps_base(model: nn.Module) -> bool:
+    """Returns True if the adapters of a new model add nothing yet, and no other parameter is trainable."""
+    adapters = _adapter_names(model)
+    is_alone = all(name in adapters for name, one in model.named_parameters() if one.requires_grad)
+    # Weights on the meta device, or of an estimate, are as `add_lora` leaves them.
+    products = (layer.lora_b.data for _, layer in lora_layers(model))
+    return is_alone and not any(type(one) is Tensor and not one.is_meta and one.any() for one in products)
+
+
+@contextmanager
+def without_lora(model: nn.Module) -> Iterator[None]:
+    """Within the context the adapters add nothing: the outputs are those of the base weights."""
+    layers = [layer for _, layer in lora_layers(model)]
+    alphas = [layer.lora_alpha for layer in layers]
+    for layer in layers:
+        layer.lora_alpha = 0.0  # for every form of the forward: fused, in fp8, sharded
+    try:
+        yield
+    finally:
+        for layer, alpha in zip(layers, alphas, strict=True):
+            layer.lora_alpha = alpha
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:

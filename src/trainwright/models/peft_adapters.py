@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ _NAMES_OF_LORA = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout",
 """What `model.lora` calls fields of peft's LoraConfig."""
 _FROM_RANDOM = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initializations of LoRA that leave the base weights unchanged; the others (pissa, olora, loftq, …) change them."""
+_IDENTITY = (True, None, "gaussian", "eva")
+"""Initializations with which the model computes exactly the same as without the adapter."""
 _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3", "experts")
 ADAPTER = "default"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -200,6 +202,34 @@ def peft_config_of(model: nn.Module) -> Any:
     """Returns the config of the adapter of a model; None without an adapter of peft."""
     configs: Any = getattr(model, "peft_config", None)
     return configs.get(ADAPTER) if isinstance(configs, Mapping) else None
+
+
+def keeps_base(model: nn.Module) -> bool:
+    """Returns True if the model without its adapter of peft computes what it computes before the first step."""
+    config = peft_config_of(model)
+    if config.is_prompt_learning or any(
+        getattr(config, name, True) not in _IDENTITY
+        for name in ("init_lora_weights", "init_ia3_weights", "init_weights")
+    ):
+        return False
+    inside = [name for name, module in model.named_modules() if hasattr(module, "_disable_adapters")]
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    return all(any(name.startswith(f"{one}.") for one in inside) for name in trained)
+
+
+@contextlib.contextmanager
+def without_peft(model: nn.Module) -> Iterator[None]:
+    """Within the context the outputs are those of the base weights; see `keeps_base`."""
+    # Not peft's own method, which changes requires_grad as well.
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
+    before = [module._disable_adapters for module in modules]
+    for module in modules:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module._disable_adapters = value
 
 
 def save_peft(model: nn.Module, folder: Path, *, base: str | None) -> None:

@@ -104,6 +104,14 @@ class Ranks:
         """Returns counts of samples summed over all ranks; ranks that share samples count once."""
         return self.sum_counts(*(counts if self.mesh.is_loss_rank else (0,) * len(counts)))
 
+    def sum_over_samples(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values on the device summed over all ranks; ranks that share samples count once. Collective."""
+        if self.size == 1:
+            return values
+        total = values.clone() if self.mesh.is_loss_rank else torch.zeros_like(values)
+        dist.all_reduce(total, group=self.mesh.all_ranks)
+        return total
+
     def highest_votes(self, *votes: int) -> tuple[int, ...]:
         """Returns the maximum over ranks of each vote of the previous call, and starts to reduce this call's votes.
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import trainwright
 from trainwright.config import TrainerSection
 from trainwright.config.builtin import BUILT_INS, KIND_FOLDERS
+from trainwright.config.trainer_options import TRAINER_OPTIONS
 from trainwright.registry.plugins import installed
 from trainwright.registry.resolve import PROJECT_PACKAGE
 from trainwright.tracebacks import shown_path
@@ -289,8 +290,11 @@ class _Library:
         return Signature(tuple(one for one in found.parameters if one.name not in hidden), found.open_to)
 
     def _trainer_options(self, module: _Module, definition: _Definition) -> Iterator[Parameter]:
-        """Yield the options that a user's trainer reads, those of its bases first."""
-        if module.name.startswith("trainwright.") or not isinstance(definition, ast.ClassDef):
+        """Yield the options that a trainer declares or a user's one reads, those of its bases first."""
+        if not isinstance(definition, ast.ClassDef):
+            return
+        if module.name.startswith("trainwright."):
+            yield from _options_declared(definition)
             return
         own = _options_read(definition)
         for base in definition.bases:
@@ -401,6 +405,18 @@ def _fields(module: _Module, definition: ast.ClassDef) -> Iterator[Parameter]:
                 continue
             value = words.get("default", words.get("default_factory"))
         yield Parameter(node.target.id, None if value is None else module.default(value), annotation)
+
+
+def _options_declared(definition: ast.ClassDef) -> Iterator[Parameter]:
+    """Yield the options of a built-in trainer: the fields of its `options_section`."""
+    assigned = [ast.unparse(node) for node in definition.body if isinstance(node, ast.Assign)]
+    for section in TRAINER_OPTIONS.values():
+        if f"options_section = {section.__name__}" not in assigned:
+            continue
+        for option, declared in section.model_fields.items():
+            kind = declared.annotation
+            shown = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+            yield Parameter(option, repr(declared.default), shown)
 
 
 def _options_read(definition: ast.ClassDef) -> dict[str, Parameter]:

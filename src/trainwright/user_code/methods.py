@@ -84,7 +84,7 @@ HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
 
 _ARGUMENTS = {"forward": "**batch", "train_step": "batch", "eval_step": "batch", "build_train_data": "cls, build"}
 _ARGUMENTS["build_eval_data"] = _ARGUMENTS["build_train_data"]
-_BUILD_ARGUMENTS = {"build_optimizers": ", model", "build_sampler": ", dataset"}
+_BUILD_ARGUMENTS = {"build_frozen_models": ", model", "build_optimizers": ", model", "build_sampler": ", dataset"}
 _MIN_SIMILARITY = 0.85
 
 

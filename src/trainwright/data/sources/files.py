@@ -50,7 +50,7 @@ def text(
     Blank lines and paragraphs are skipped. By index, remote and compressed files are first copied into the cache
     (`cache_dir`); streaming reads them where they are, in shards of about `shard_megabytes` (64).
     """
-    return _open_files(TextFormat(unit), path, streaming, shard_megabytes, cache_dir, project_dir)
+    return open_files(TextFormat(unit), path, streaming, shard_megabytes, cache_dir, project_dir)
 
 
 def json_lines(
@@ -66,7 +66,7 @@ def json_lines(
 
     `path`, `streaming`, `shard_megabytes` and `cache_dir` are those of `text`; a folder means its .jsonl files.
     """
-    return _open_files(JsonLinesFormat(columns), path, streaming, shard_megabytes, cache_dir, project_dir)
+    return open_files(JsonLinesFormat(columns), path, streaming, shard_megabytes, cache_dir, project_dir)
 
 
 def csv(
@@ -84,10 +84,10 @@ def csv(
     Values are texts, or of `types`: {age: int, weight: float}. Quoted values may contain line breaks, so a file is
     one shard of a stream. `path`, `streaming` and `cache_dir` are those of `text`.
     """
-    return _open_files(CsvFormat(delimiter, columns, types), path, streaming, None, cache_dir, project_dir)
+    return open_files(CsvFormat(delimiter, columns, types), path, streaming, None, cache_dir, project_dir)
 
 
-def _open_files(
+def open_files(
     file_format: FileFormat,
     path: Paths,
     streaming: bool,
