@@ -228,7 +228,7 @@ def test_prune_needs_a_run(run):
 
 def test_prune_is_rejected_while_the_run_is_trained(run):
     program = (
-        "import sys\nfrom pathlib import Path\nfrom trainwright.checkpoint.run_folder import FolderLock\n"
+        "import sys\nfrom pathlib import Path\nfrom trainwright.checkpoint.folder_lock import FolderLock\n"
         f"with FolderLock(Path({str(run)!r})):\n    print('held', flush=True)\n    sys.stdin.read()\n"
     )
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

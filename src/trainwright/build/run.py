@@ -30,6 +30,7 @@ from trainwright.build.parallelize import ParallelizedModel, parallelize_model, 
 from trainwright.checkpoint import contents
 from trainwright.checkpoint import run_folder as run_folders
 from trainwright.checkpoint.base_weights import BaseWeights, hash_weights, weights_of
+from trainwright.checkpoint.folder_lock import FolderLock, set_aside
 from trainwright.checkpoint.listing import checkpoints_location
 from trainwright.checkpoint.remote_files import is_address
 from trainwright.checkpoint.remote_store import open_store
@@ -722,8 +723,8 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
     def find() -> tuple[int | None, RunConfig | None]:
         where = config.origin("output_dir")
         try:
-            run_folders.FolderLock(folder).reject_if_held()  # train() acquires it
-            moved = run_folders.set_aside(folder) if fresh else None
+            FolderLock(folder).reject_if_held()  # train() acquires it
+            moved = set_aside(folder) if fresh else None
         except OSError as error:
             raise run_folders.unwritable(folder, error, where=where) from error
         if moved is not None:

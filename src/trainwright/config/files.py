@@ -99,7 +99,7 @@ def merge_files(document: ConfigDocument, paths: Iterable[str | os.PathLike[str]
 
 def group_reader(folder: Path) -> GroupReader:
     """Return the reader of the group files for a file in `folder`."""
-    return GroupReader(folder, lambda file: _parse(file, shown_path(file)))
+    return GroupReader(folder, lambda file: parse_file(file, shown_path(file)))
 
 
 def save_document(path: str | os.PathLike[str], settings: dict[str, Any], *, is_signed: bool = False) -> None:
@@ -165,7 +165,8 @@ def _read(
     )
 
 
-def _parse(path: Path, shown: str) -> Node:
+def parse_file(path: Path, shown: str) -> Node:
+    """Return the settings of one YAML file, without those that it extends; messages call the file `shown`."""
     return yaml_text.parse(_text_of(path, shown), lambda line: Origin(shown, line))
 
 

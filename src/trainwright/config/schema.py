@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
@@ -88,10 +88,13 @@ def _folder_name(name: Any) -> Any:
     return name
 
 
+FolderName: TypeAlias = Annotated[str, BeforeValidator(_folder_name)]
+
+
 class RunConfig(Section):
     """All settings of a run, validated and read-only, with the origin of each."""
 
-    name: Annotated[str, BeforeValidator(_folder_name)] = "run"
+    name: FolderName = "run"
     """The run's folder is output_dir/name. Default: the YAML file's name without .yaml."""
     output_dir: Annotated[str, Field(min_length=1)] = "runs"
     """The folder of run folders, relative to the current directory."""
@@ -314,22 +317,26 @@ def check_options(options: type[Section], trainer: Mapping[str, Any]) -> list[Pr
 def _check_keep_best(config: RunConfig) -> list[Problem]:
     if config.checkpoint.keep_best is None:
         return []
-    path = ("checkpoint", "keep_best", "metric")
-    set_name, slash, metric = config.checkpoint.keep_best.metric.partition("/")
+    problem = check_metric(config, config.checkpoint.keep_best.metric)
+    return [] if problem is None else [Problem(("checkpoint", "keep_best", "metric"), problem)]
+
+
+def check_metric(config: RunConfig, name: str) -> str | None:
+    """Return what is wrong with the name of a metric that selects a checkpoint or a run; None: nothing is known."""
+    set_name, slash, metric = name.partition("/")
     data = config.data
     sets = list(data.eval) or [name for name in data.cut_off if name != "test"]
     example = f"{sets[0] if sets else 'valid'}/loss"
     if not slash or not set_name or not metric:
-        got = describe(config.checkpoint.keep_best.metric)
-        return [Problem(path, f"must be a set and its metric, such as {example}; got {got}.")]
+        return f"must be a set and its metric, such as {example}; got {describe(name)}."
     if set_name == "test":
-        return [Problem(path, f"the test set cannot select a checkpoint. Use an evaluation set, such as {example}.")]
+        return f"the test set cannot select a checkpoint. Use an evaluation set, such as {example}."
     # A task or a trainer of the user may build further sets; build/ then checks the name.
     sets_are_known = config.trainer.type in BUILT_IN_TRAINERS and config.task is None and data.train is not None
     if set_name in sets or not (sets or sets_are_known):
-        return []
+        return None
     advice = suggest(set_name, sets) if sets else "Add it to data.eval, or set data.split."
-    return [Problem(path, f'there is no evaluation set "{set_name}". {advice}')]
+    return f'there is no evaluation set "{set_name}". {advice}'
 
 
 def _check_sampler(config: RunConfig) -> list[Problem]:

@@ -1,0 +1,46 @@
+"""What the trial runs of learning_rate.py and workers.py share: their settings, and how they end without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainwright.config import RunConfig
+
+_LIMITS_AND_PERIODS: Mapping[str, Any] = {
+    "trainer.max_epochs": None,
+    "trainer.max_samples": None,
+    "trainer.max_tokens": None,
+    "evaluation.every_steps": None,
+    "evaluation.every_epochs": None,
+    "checkpoint.folder": None,
+    "checkpoint.every_steps": None,
+    "checkpoint.every_epochs": None,
+    "checkpoint.every_minutes": None,
+    "checkpoint.every_samples": None,
+    "checkpoint.keep_best": None,
+    "log.every_epochs": None,
+    "preemption.requeue": False,
+}
+
+
+class TrialEnded(Exception):  # noqa: N818  # not an error
+    """Raised by a hook in `after_step`: the loop ends before it evaluates or saves anything."""
+
+
+def trial_config(config: RunConfig, folder: Path, *, num_steps: int, **settings: Any) -> RunConfig:
+    """Returns the config of a run of a few steps in a temporary folder, with the batches of the run.
+
+    It evaluates, writes and saves nothing. `settings` replace others; the __ in their names stand for dots.
+    """
+    given = {name.replace("__", "."): value for name, value in settings.items()}
+    return config.derive(
+        {
+            **_LIMITS_AND_PERIODS,
+            "output_dir": str(folder),
+            "trainer.max_steps": num_steps,
+            "log.every_steps": num_steps,
+            **given,
+        }
+    )
