@@ -161,7 +161,9 @@ def summarize(found):
     lines = [
         "# The suggestion of `trainwright tune lr`, compared with a grid",
         "",
-        "One CPU core, torch " + torch.__version__ + ". `python benchmarks/tune_lr.py` measures; the grid has two rates per",
+        "One CPU core, torch "
+        + torch.__version__
+        + ". `python benchmarks/tune_lr.py` measures; the grid has two rates per",
         "decade from 1e-5 to 10, and every run has a warm-up of 20 steps and a cosine schedule. Loss: the last one of the",
         "validation set.",
         "",

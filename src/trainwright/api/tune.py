@@ -6,19 +6,21 @@ checkpoints. The measurements are in autotune/. commands/tune.py shows the resul
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainwright.api.run import Interrupted, start_up
+from trainwright.autotune.activation_checkpointing import wants_budget
 from trainwright.autotune.learning_rate import RangeTest, RangeTestResult, ramp
+from trainwright.autotune.micro_batch import TRIAL_DATA, MicroBatchTime, measure_micro_batches
 from trainwright.autotune.trial_run import TrialEnded, trial_config
+from trainwright.autotune.workers import WARMUP_STEPS, DataWait, WorkerTime
 from trainwright.build.components import Build
-from trainwright.build.run import build_trainer
-from trainwright.config import RunConfig
+from trainwright.build.run import build_alone, build_trainer
+from trainwright.config import RunConfig, resolve_batch
 from trainwright.config.problems import suggest
-from trainwright.errors import ConfigError
+from trainwright.errors import ConfigError, DataError
 from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.log import outlive_console
 from trainwright.loop.hook import Hook
@@ -26,7 +28,11 @@ from trainwright.loop.trainer import Builder, Trainer
 from trainwright.registry.trust import reject_untrusted
 from trainwright.writers.writer import Writer
 
-logger = logging.getLogger(__name__)
+MEMORY_HEADROOM = 0.1
+"""The share of the memory that a suggested micro-batch leaves free."""
+_ABOUT_EQUAL = 1.03
+_FOR_WORKERS = ("prefetch_factor", "timeout", "multiprocessing_context")
+"""Arguments of the DataLoader that it accepts with worker processes only."""
 
 Progress = Callable[[int, float, float], None]
 
@@ -67,6 +73,80 @@ def tune_learning_rate(
     return test.result(), setting
 
 
+def tune_micro_batch(
+    config: RunConfig,
+    folder: Path,
+    *,
+    largest: int | None = None,
+    progress: Callable[[MicroBatchTime], None] | None = None,
+) -> list[MicroBatchTime]:
+    """Measures steps with micro-batches of doubling size, up to the first that does not fit into memory.
+
+    `largest` is the last size; default: the samples of one rank in an update. Sizes that leave less than a tenth of
+    the memory free do not fit. A step of several ranks additionally sums gradients.
+    """
+    reject_untrusted(config)
+    if wants_budget(config):
+        raise ConfigError(
+            "tune batch: model.activation_checkpointing.budget: auto depends on the micro-batch size. Give a number.",
+            where=config.origin("model.activation_checkpointing"),
+        )
+    if config.trainer.optimizer_in_backward:
+        raise ConfigError(
+            "tune batch: trainer.optimizer_in_backward needs one micro-batch per update, so there is no choice.",
+            where=config.origin("trainer.optimizer_in_backward"),
+        )
+    if largest is None:
+        plan = resolve_batch(config, 1)
+        largest = plan.micro_batch_size * plan.gradient_accumulation_steps
+    sizes = {"trainer.global_batch_size": largest, "trainer.micro_batch_size": largest}
+    trial = trial_config(config, folder, num_steps=1).derive(
+        {**sizes, "trainer.gradient_accumulation_steps": None, **TRIAL_DATA}
+    )
+    with start_up():
+        trainer = build_alone(trial, folder)
+        return measure_micro_batches(trainer, largest, headroom=MEMORY_HEADROOM, progress=progress)
+
+
+def best_micro_batch(times: Sequence[MicroBatchTime]) -> MicroBatchTime | None:
+    """Returns the size with the shortest time per sample, of about equal ones the smallest; None if nothing fits."""
+    fitting = [(each.seconds_per_sample, each) for each in times if each.seconds_per_sample is not None]
+    if not fitting:
+        return None
+    shortest = min(seconds for seconds, _ in fitting)
+    return next(each for seconds, each in fitting if seconds <= _ABOUT_EQUAL * shortest)
+
+
+def tune_workers(
+    config: RunConfig,
+    folder: Path,
+    *,
+    counts: Sequence[int],
+    num_steps: int = 30,
+    progress: Callable[[WorkerTime], None] | None = None,
+) -> list[WorkerTime]:
+    """Measures how long the steps of a run wait for data with each number of loader processes."""
+    reject_untrusted(config)
+    found = []
+    for count in counts:
+        settings: dict[str, Any] = {"data.num_workers": count}
+        if count == 0:
+            settings["data.loader"] = {
+                name: value for name, value in config.data.loader.items() if name not in _FOR_WORKERS
+            }
+        trial = trial_config(config, folder / str(count), num_steps=WARMUP_STEPS + num_steps).derive(settings)
+        hook = DataWait(count, num_steps)
+        _run_trial(trial, hook)
+        if hook.time is None:
+            raise DataError(
+                f"tune workers: the training data ended before {WARMUP_STEPS + num_steps} steps. Use fewer --steps."
+            )
+        found.append(hook.time)
+        if progress is not None:
+            progress(hook.time)
+    return found
+
+
 def _rate_setting(config: RunConfig, optimizer: str | None) -> tuple[str | None, str | None, float | None]:
     """Returns the name of the optimizer to test, the name of the setting of its rate, and the value of that setting.
 
@@ -77,7 +157,7 @@ def _rate_setting(config: RunConfig, optimizer: str | None) -> tuple[str | None,
         names = list(several)
         if optimizer is None and len(names) > 1:
             raise ConfigError(
-                f"tune lr: the run has several optimizers. Name one: --optimizer {names[0]}. Known: {', '.join(names)}.",
+                f"tune lr: the run has several optimizers ({', '.join(names)}). Name one: --optimizer {names[0]}.",
                 where=config.origin("trainer.optimizers"),
             )
         name = optimizer or names[0]

@@ -28,6 +28,8 @@ _MIN_DESCENT = 0.02
 """The share of the initial loss by which the curve has to fall."""
 _MIN_SIGNAL = 4.0
 """How many standard errors of the smoothed curve the descent has to exceed."""
+_SHARE = 0.9
+"""The share of the descent at the suggested rate."""
 _ROBUST = 1.4826
 """The standard deviation of normal noise is this many times its median absolute deviation."""
 
@@ -81,7 +83,9 @@ class RangeTest(Hook):
         """Reads the rates that the optimizer was built with."""
         optimizers = self.trainer.context.updater.optimizers
         if self._name is None and len(optimizers) > 1:
-            raise ConfigError(f"tune lr: the run has several optimizers. Name one with --optimizer: {', '.join(optimizers)}.")
+            raise ConfigError(
+                f"tune lr: the run has several optimizers. Name one with --optimizer: {', '.join(optimizers)}."
+            )
         if self._name is not None and self._name not in optimizers:
             raise ConfigError(f"--optimizer: there is no optimizer {self._name!r}. {advise(self._name, optimizers)}")
         self._entry = entry = optimizers[self._name or next(iter(optimizers))]
@@ -89,7 +93,7 @@ class RangeTest(Hook):
         setting = self._setting or first
         if not setting:
             raise ConfigError(
-                f"tune lr: every learning rate of the optimizer is 0, so the ratios of its groups are not "
+                "tune lr: every learning rate of the optimizer is 0, so the ratios of its groups are not "
                 "known. Give it a rate."
             )
         self._factors = [rate / setting for rate in entry.base_rates]
@@ -182,14 +186,17 @@ def smooth(rates: Sequence[float], losses: Sequence[float]) -> list[float]:
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float], *, diverged: bool) -> Suggestion:
-    """Returns the rate halfway between the steepest descent of the smoothed loss and its minimum, on a log scale.
+    """Returns the lowest rate at which the smoothed loss has fallen by 90 % of its whole descent.
 
-    The steepest descent alone is cautious, and training at the minimum alone is close to divergence. There is no
-    suggestion for a curve that falls by less than its noise, or whose minimum is at an end of the range.
+    The rate of the minimum itself is close to divergence, and on a plateau it is a matter of chance. There is no
+    suggestion for a curve that falls by less than its noise, or whose minimum is at the end of the range.
+    benchmarks/tune_lr.py compares the suggestions with grids.
     """
     if len(rates) < 2 * _NUM_INITIAL:
         ended = "the loss diverged" if diverged else "the test ended"
-        return Suggestion(None, f"{ended} after {len(rates)} updates, which is too early to see a descent. Lower --min.")
+        return Suggestion(
+            None, f"{ended} after {len(rates)} updates, which is too early to see a descent. Lower --min."
+        )
     x, y = np.log10(np.asarray(rates)), np.asarray(losses)
     curve = np.asarray(smooth(rates, losses))
     lowest = int(curve.argmin())
@@ -208,11 +215,10 @@ def suggest(rates: Sequence[float], losses: Sequence[float], *, diverged: bool) 
         )
     if not diverged and x[-1] - x[lowest] < _WIDTH_IN_DECADES:
         return Suggestion(None, f"the loss still falls at the highest rate, {rates[-1]:.1e}. Raise --max.")
-    steepest = int(np.gradient(curve, x)[: lowest + 1].argmin())
-    rate = _round(math.sqrt(rates[steepest] * rates[lowest]))
+    rate = _round(rates[int((curve <= initial - _SHARE * descent).argmax())])
     reason = (
-        f"it is halfway, on a log scale, between the rate at which the loss falls fastest ({rates[steepest]:.1e}) and "
-        f"the one at which it is lowest ({rates[lowest]:.1e}, loss {curve[lowest]:.3g} after {initial:.3g})"
+        f"it is the lowest rate at which the smoothed loss has fallen by {_SHARE:.0%} of its whole descent, from "
+        f"{initial:.3g} to {curve[lowest]:.3g} at {rates[lowest]:.1e}"
     )
     if diverged:
         reason += f"; training diverges {rates[-1] / rate:.0f} times higher, at {rates[-1]:.1e}"

@@ -9,8 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -25,6 +28,7 @@ from trainwright.data.loader import MadeBatches, TrainData
 from trainwright.errors import ConfigError, OutOfMemory, TrainwrightError
 from trainwright.loop.state import count_samples
 from trainwright.loop.trainer import Trainer, TrainIterator
+from trainwright.loop.update import StepResult
 from trainwright.memory.out_of_memory import advice_for, is_out_of_memory
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import set_gradient_dtype
@@ -43,8 +47,20 @@ TRIAL_DATA: Mapping[str, Any] = {
 """Settings of a trial, which reads one batch."""
 _LABEL = "trainer.micro_batch_size: auto"
 _NUM_MICRO_BATCHES = 2  # from the second micro-batch on there are gradients in addition to the activations
+_MEASURED_SECONDS = 1.0
+_MAX_REPEATS = 5
 
 Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class MicroBatchTime:
+    """What a step with micro-batches of this size needs; a size that does not fit has no time."""
+
+    size: int
+    seconds_per_sample: float | None
+    peak_bytes: int | None = None
+    """The peak memory of the process on the device, if the system knows it."""
 
 
 def micro_batch_sizes(rank_batch_size: int) -> list[int]:
@@ -77,8 +93,14 @@ class Growth:
     only if there is room for it, assuming as many bytes per sample as before.
     """
 
-    def __init__(self, backend: Backend, *, num_fixed_bytes: int = 0, num_sharing: int = 1) -> None:
-        """`num_fixed_bytes` do not depend on the samples: the gradients. `num_sharing` processes share the memory."""
+    def __init__(
+        self, backend: Backend, *, num_fixed_bytes: int = 0, num_sharing: int = 1, headroom: float = HEADROOM
+    ) -> None:
+        """`num_fixed_bytes` do not depend on the samples: the gradients. `num_sharing` processes share the memory.
+
+        `headroom` is the share of the memory that stays free.
+        """
+        self._headroom = headroom
         self._backend = backend
         self._num_fixed_bytes = num_fixed_bytes
         self._num_sharing = num_sharing
@@ -90,7 +112,7 @@ class Growth:
         if room is None or self._bytes_per_sample is None:
             return True
         needed = self._num_fixed_bytes + self._bytes_per_sample * num_samples
-        return needed <= (1.0 - HEADROOM) * room / self._num_sharing
+        return needed <= (1.0 - self._headroom) * room / self._num_sharing
 
     @contextmanager
     def measuring(self, num_samples: int) -> Iterator[None]:
@@ -140,6 +162,44 @@ def settle_micro_batch(
     number = min(find_on_ranks(_LABEL, find, problem, smallest, backend=backend, ranks=ranks, where=where))
     logger.info("%s: %d of %d samples at once", _LABEL, number, largest)
     return config.derive({"trainer.micro_batch_size": number})
+
+
+def measure_micro_batches(
+    trainer: Trainer, largest: int, *, headroom: float, progress: Callable[[MicroBatchTime], None] | None = None
+) -> list[MicroBatchTime]:
+    """Measures micro-batches of doubling size, up to `largest` or the first that does not fit.
+
+    Each size divides `largest`, the number of samples of the trainer's batch.
+    """
+    found: list[MicroBatchTime] = []
+    sizes = doubling_sizes(largest)
+    with (
+        trainer.backend.limited_memory(1.0 - headroom),
+        trial_steps(trainer, largest, Ranks(), headroom=headroom) as steps,
+    ):
+        if len(sizes) > 1 and not steps.can_run(sizes[0]):
+            sizes = sizes[1:]
+        for size in sizes:
+            fits = steps.fits(size)
+            found.append(MicroBatchTime(size, *steps.measure(size)) if fits else MicroBatchTime(size, None))
+            if progress is not None:
+                progress(found[-1])
+            if not fits:
+                break
+    return found
+
+
+def doubling_sizes(rank_batch_size: int) -> list[int]:
+    """Returns those divisors of a batch size of which each is at least twice the one before, and the size itself.
+
+    >>> doubling_sizes(24)
+    [1, 2, 4, 8, 24]
+    """
+    chosen: list[int] = []
+    for size in micro_batch_sizes(rank_batch_size):
+        if not chosen or size >= 2 * chosen[-1]:
+            chosen.append(size)
+    return chosen if chosen[-1] == rank_batch_size else [*chosen, rank_batch_size]
 
 
 def reject_sharded(label: str, instead: str, ranks: Ranks, where: Any) -> None:
@@ -211,8 +271,11 @@ def config_of_earlier_start(folder: Path | None, backend: Backend, ranks: Ranks)
 
 
 @contextmanager
-def trial_steps(trainer: Trainer, largest: int, ranks: Ranks) -> Iterator[TrialSteps]:
-    """Yields an object that runs steps with one batch of the `largest` longest samples; then restores all state."""
+def trial_steps(trainer: Trainer, largest: int, ranks: Ranks, *, headroom: float = HEADROOM) -> Iterator[TrialSteps]:
+    """Yields an object that runs steps with one batch of the `largest` longest samples; then restores all state.
+
+    On a device without out-of-memory errors a step is tried if it leaves the `headroom` free.
+    """
     data = trainer.train_data
     assert data is not None
     if isinstance(data, MadeBatches):
@@ -225,19 +288,27 @@ def trial_steps(trainer: Trainer, largest: int, ranks: Ranks) -> Iterator[TrialS
         if isinstance(data, TrainData) and lengths is not None and len(lengths) == len(data):
             data.order = _LongestFirst(lengths)
         with TrainIterator(data, trainer.batches_to_device) as iterator:
-            yield TrialSteps(trainer, iterator, largest, sums_gradients=ranks.size > 1)
+            yield TrialSteps(trainer, iterator, largest, sums_gradients=ranks.size > 1, headroom=headroom)
 
 
 class TrialSteps:
     """Runs steps with one batch, divided into micro-batches of any size."""
 
-    def __init__(self, trainer: Trainer, iterator: TrainIterator, largest: int, *, sums_gradients: bool) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        iterator: TrainIterator,
+        largest: int,
+        *,
+        sums_gradients: bool,
+        headroom: float = HEADROOM,
+    ) -> None:
         self._trainer = trainer
         self._largest = largest
         self._sums_gradients = sums_gradients
         parameters = list(trainer.model.parameters())
         gradients = sum(each.nbytes for each in parameters if each.requires_grad)
-        self._growth = Growth(trainer.backend, num_fixed_bytes=gradients, num_sharing=local_size())
+        self._growth = Growth(trainer.backend, num_fixed_bytes=gradients, num_sharing=local_size(), headroom=headroom)
         self._has_stepped = False
         # Occupies the memory of hooks that will keep copies of the weights.
         num_copies = sum(getattr(hook, "copies_of_weights", 0) for hook in trainer.hooks)
@@ -282,18 +353,43 @@ class TrialSteps:
                 optimizer.zero_grad(set_to_none=True)
         return True
 
-    def _run_step(self) -> None:
+    def measure(self, size: int) -> tuple[float, int | None]:
+        """Returns the seconds per sample and the peak memory of a step with micro-batches of this size, which fit.
+
+        A step of many small micro-batches is measured in part: as many as take about a second.
+        """
+        trainer, num_micro_batches = self._trainer, self._largest // size
+        backend = trainer.backend
+        limit = min(num_micro_batches, _NUM_MICRO_BATCHES)
+        backend.begin_peak()
+        seconds = [self._time_step(size, limit)]
+        peak = backend.memory().peak
+        limit = min(num_micro_batches, max(limit, round(limit * _MEASURED_SECONDS / max(seconds[0], 1e-6))))
+        num_repeats = max(1, min(_MAX_REPEATS, round(_MEASURED_SECONDS / (seconds[0] * limit / _NUM_MICRO_BATCHES))))
+        seconds = [self._time_step(size, limit) for _ in range(num_repeats)]
+        for optimizer in trainer.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
+        return statistics.median(seconds) / (limit * size), peak
+
+    def _time_step(self, size: int, limit: int) -> float:
+        self._trainer.set_num_micro_batches(self._largest // size, limit=limit)
+        start = time.perf_counter()
+        float(self._run_step().loss)  # waits for the device
+        return time.perf_counter() - start
+
+    def _run_step(self) -> StepResult:
         trainer = self._trainer
         trainer.storage.step = 1
         trainer.context.updater.begin_step(0)
         trainer.seed_step()
         trainer.set_batch(self._batch, self._num_samples)
         with trainer.gather_mixed:
-            trainer.train_step(self._batch)
+            result = trainer.train_step(self._batch)
         if self._sums_gradients:
             # The sum over ranks copies every gradient into a bucket (parallel/replicate.py).
             packed = [torch.empty_like(each.grad) for each in trainer.model.parameters() if each.grad is not None]
             del packed
+        return result
 
 
 class _LongestFirst:

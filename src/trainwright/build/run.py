@@ -241,6 +241,13 @@ def _build_trainer(
     return trainer
 
 
+def build_alone(config: RunConfig, folder: Path) -> Trainer:
+    """Builds a trainer for trial steps of this process; restores no state and does not write to `folder`."""
+    config, backend, _ = _join(config)
+    _reject_missing_fp8(config, backend)
+    return assemble(config, None, backend, Ranks(), folder, evaluates=False)[0]
+
+
 def _reject_missing_fp8(config: RunConfig, backend: Backend) -> None:
     """Raises for a device without fp8."""
     reason = backend.missing_fp8(config.runtime.device) if config.runtime.precision == "fp8" else None

@@ -128,8 +128,8 @@ def _verify(folder: CheckpointFolder, found: Sequence[Listed]) -> list[Listed]:
 
 def _prune(folder: CheckpointFolder) -> str:
     """Deletes by policy and returns a sentence for the user; damaged checkpoints do not count and are kept."""
-    from trainwright.checkpoint.remote_store import open_store
     from trainwright.checkpoint.folder_lock import FolderLock
+    from trainwright.checkpoint.remote_store import open_store
 
     assert folder.run is not None
     assert folder.config is not None

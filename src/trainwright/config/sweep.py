@@ -85,7 +85,9 @@ def _parameters(value: Any) -> Any:
         if isinstance(given, Mapping):
             if given and not set(given) & set(Range.model_fields):
                 inner = next(iter(given))
-                text = f"must be a list of values, or a range such as {{min: 1, max: 8}}. Write {name}.{inner} as one key."
+                text = (
+                    f"must be a list of values, or a range such as {{min: 1, max: 8}}. Write {name}.{inner} as one key."
+                )
                 problems.append(Problem(path, text))
                 continue
             try:
@@ -319,5 +321,3 @@ def choices_of(parameter: Any) -> tuple[Any, ...]:
 def override(setting: str, value: Any) -> str:
     """Return the override that gives a setting this value."""
     return f"{setting}={yaml_text.write_inline(escape_plain(thaw(value)))}"
-
-

@@ -31,10 +31,10 @@ from trainwright.backends.host_memory import GarbageCollection
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.base_weights import BaseWeights, check_references
 from trainwright.checkpoint.encoding import map_tensors
+from trainwright.checkpoint.folder_lock import FolderLock
 from trainwright.checkpoint.remote_files import RemotePath
 from trainwright.checkpoint.remote_store import AnyStore
 from trainwright.checkpoint.retention import metrics_by_step
-from trainwright.checkpoint.folder_lock import FolderLock
 from trainwright.checkpoint.run_folder import LOG_FILE, run_id
 from trainwright.compile.graph import GraphStep, StepTensor
 from trainwright.compile.guards import GuardedObjects, has_user_code_between_steps
