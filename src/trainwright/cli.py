@@ -28,7 +28,9 @@ from trainwright.commands.new import new
 from trainwright.commands.runs import runs
 from trainwright.commands.serve import serve
 from trainwright.commands.shard import shard
+from trainwright.commands.sweep import sweep
 from trainwright.commands.train import train
+from trainwright.commands.tune import app as tune
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.log import show_log
 from trainwright.safe_text import safe
@@ -48,6 +50,8 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(new)
+app.add_typer(tune, name="tune")
+app.command()(sweep)
 app.command()(explain)
 app.command()(check)
 app.command()(data)

@@ -83,9 +83,8 @@ class RangeTest(Hook):
         """Reads the rates that the optimizer was built with."""
         optimizers = self.trainer.context.updater.optimizers
         if self._name is None and len(optimizers) > 1:
-            raise ConfigError(
-                f"tune lr: the run has several optimizers. Name one with --optimizer: {', '.join(optimizers)}."
-            )
+            names = ", ".join(optimizers)
+            raise ConfigError(f"tune lr: the run has several optimizers ({names}). Name one with --optimizer.")
         if self._name is not None and self._name not in optimizers:
             raise ConfigError(f"--optimizer: there is no optimizer {self._name!r}. {advise(self._name, optimizers)}")
         self._entry = entry = optimizers[self._name or next(iter(optimizers))]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +19,7 @@ from rich.text import Text
 
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
+from trainwright.launch.local import shared_folder
 from trainwright.safe_text import escape_controls
 
 MISSING = "–"
@@ -65,6 +70,19 @@ def load_run(run: Path, overrides: Sequence[str] | None = None, *, trust: bool =
     if run.is_dir() and not file.is_file():
         raise ConfigError(f"{run} is not a run folder: it has no {CONFIG_FILE}. Pass a YAML file or runs/NAME.")
     return RunConfig.load(file, overrides or (), trust=trust or (False if run.is_dir() else None))
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yields a temporary folder, the same on all ranks of one launcher, and deletes it."""
+    folder = shared_folder()
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="trainwright-"))
+    try:
+        yield folder
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def show_rows(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrapped: Sequence[str] = ()) -> None:

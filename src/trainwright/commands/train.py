@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from trainwright.api.experiments import load_experiment, split_overrides
-from trainwright.commands.terminal import Overrides, Trust
+from trainwright.commands.terminal import Overrides, Trust, temporary_folder
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError, TrainwrightError, WorkerLostError
 from trainwright.launch.local import (
@@ -24,7 +22,6 @@ from trainwright.launch.local import (
     leave_if_explained,
     note_explained_error,
     num_restarts,
-    shared_folder,
 )
 from trainwright.log import outlive_console, show_log
 from trainwright.safe_text import json_text
@@ -239,11 +236,5 @@ def _check_launch(nnodes: int, rendezvous: str | None, *, starts_processes: bool
 @contextmanager
 def _temporary_run(config: RunConfig) -> Iterator[RunConfig]:
     """Yields the config of a few steps in a temporary folder, which is the same on all ranks of one launcher."""
-    folder = shared_folder()
-    if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix="trainwright-"))
-    try:
+    with temporary_folder() as folder:
         yield config.derive({**FAST_DEV_RUN, "output_dir": str(folder)})
-    finally:
-        if os.environ.get("RANK", "0") == "0":
-            shutil.rmtree(folder, ignore_errors=True)

@@ -55,9 +55,7 @@ def lr(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="The image of the curve.", show_default="NAME-lr.png, if matplotlib is there"
-        ),
+        typer.Option(metavar="FILE", help="The image of the curve.", show_default="NAME-lr.png, with matplotlib"),
     ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="How many processes to start on this machine.")] = 1,
     as_json: AsJson = False,
@@ -290,7 +288,7 @@ def _milliseconds(seconds: float) -> str:
 
 @contextmanager
 def _progress(label: str, total: int | None, *, is_shown: bool = True) -> Iterator[Callable[[int, str], None]]:
-    """Yields a function that shows the progress on stderr: the number of finished parts, and a text. Silent in pipes."""
+    """Yields a function that shows the number of finished parts and a text on stderr, if that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:

@@ -224,12 +224,12 @@ class _Sweep:
         if code is None:
             return False
         running.close()
-        if self._signals.received is not None and code != 0:
-            return True  # it stays `running` in the study, and continues when the sweep does
-        if running.is_pruned:
-            self._tell(running, PRUNED)
-        elif code == 0:
+        if code == 0:
             self._complete(running)
+        elif running.is_pruned:
+            self._tell(running, PRUNED)
+        elif self._signals.received is not None:
+            return True  # it stays `running` in the study, and continues when the sweep does
         elif (code < 0 or code in _ENDED_BY_SIGNAL) and running.num_restarts < self._sweep.max_restarts:
             running.restart(self._environments[running.slot])
             return False
@@ -252,12 +252,11 @@ class _Sweep:
     def _complete(self, running: _Running) -> None:
         found = running.found(self._sweep)
         if found is None:
-            names = ", ".join(sorted(running.names)) or "none"
-            hint = suggest(self._sweep.metric, running.names) if running.names else "Give the run an evaluation set."
-            problem = (
-                f"no evaluation gives {self._sweep.metric}" if running.names else f"no evaluation was written ({names})"
-            )
-            self._tell(running, FAILED, f"{problem}. {hint}")
+            reason = "the run was not evaluated. Give it an evaluation set."
+            if running.names:
+                hint = suggest(self._sweep.metric, sorted(running.names))
+                reason = f"no evaluation gives {self._sweep.metric}. {hint}"
+            self._tell(running, FAILED, reason)
         elif not math.isfinite(found[1]):
             self._tell(running, FAILED, f"{self._sweep.metric} is not finite at step {found[0]}.")
         else:
@@ -326,13 +325,13 @@ class _Running:
         self._log_start = self._output.tell()
         _wait_for_orphan(self.folder)
         arguments = self.sweep.trial_overrides(self.values, f"{self.sweep.name}/{self.folder.name}")
+        own = {name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainwright", "train", str(self.sweep.run_file), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env={name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES}
-            | dict(environment),
+            env=own | dict(environment),
             start_new_session=True,  # Ctrl-C reaches the sweep only, which then ends the trials
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
@@ -559,7 +558,7 @@ def _decode(sweep: SweepConfig, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampler(optuna: ModuleType, sweep: SweepConfig, number: int, *, num_parallel: int) -> Any:
-    """Returns the sampler of one trial. Its seed follows from the trial's number, so a resumed sweep goes on equally."""
+    """Returns the sampler of one trial. Its seed follows from the trial's number, also in a resumed sweep."""
     section = sweep.sampler
     seed = (section.seed * _SEED_STRIDE + number) % 2**32
     if section.type != "tpe":
@@ -629,7 +628,7 @@ def _reject_run(folder: Path) -> None:
 
 def _definition(sweep: SweepConfig) -> dict[str, Any]:
     """Returns what all trials of a sweep have in common."""
-    own = {name: thaw(value) for name, value in sweep if name not in _FREE}
+    own = {name: thaw(value) for name, value in sweep if name not in (*_FREE, *_SECTIONS)}
     parameters = {
         name: each.to_dict() if isinstance(each, Range) else thaw(each) for name, each in sweep.parameters.items()
     }
@@ -639,18 +638,8 @@ def _definition(sweep: SweepConfig) -> dict[str, Any]:
     return {**json.loads(json.dumps(own)), **{f"run.{name}": value for name, value in run.items()}}
 
 
-_FREE = (
-    "run",
-    "overrides",
-    "name",
-    "trials",
-    "parallel",
-    "max_failures",
-    "max_restarts",
-    "sampler",
-    "pruner",
-    "parameters",
-)
+_FREE = ("run", "overrides", "name", "trials", "parallel", "max_failures", "max_restarts")
+_SECTIONS = ("sampler", "pruner", "parameters")
 
 
 def _check_definition(study: optuna.Study, sweep: SweepConfig) -> None:

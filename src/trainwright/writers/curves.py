@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from trainwright.config.problems import suggest
@@ -179,3 +180,32 @@ def plot_curves(curves: Mapping[str, Points], names: Sequence[str], *, ax: Any =
     ax.grid(visible=True, alpha=0.3)
     ax.legend()
     return ax
+
+
+def save_rate_plot(
+    path: Path, rates: Sequence[float], curves: Mapping[str, Sequence[float]], *, marked: float | None
+) -> None:
+    """Writes an image of losses over learning rates on a log scale; `marked` is the suggested rate."""
+    try:
+        from matplotlib.figure import Figure  # without pyplot, which may open a window
+    except ImportError as error:
+        raise TrainwrightError(
+            "the image needs matplotlib, which is not installed. Run: pip install 'trainwright[plot]'"
+        ) from error
+    figure = Figure(figsize=(7, 3.5), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    for (name, losses), (color, width) in zip(curves.items(), (("#9ca3af", 1.0), (COLORS[0], 2.0)), strict=False):
+        axes.plot(rates[: len(losses)], losses, label=name, color=color, linewidth=width)
+    if marked is not None:
+        axes.axvline(marked, color=COLORS[1], linestyle="--", label=f"suggested: {marked:g}")
+    axes.set_xscale("log")
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("loss")
+    # The last losses before the end are so large that the rest would be a line along the axis.
+    smoothed = list(curves.values())[-1]
+    lowest, first = min(smoothed), smoothed[0]
+    margin = max(first - lowest, 0.1 * abs(first), 1e-12)
+    axes.set_ylim(lowest - 0.3 * margin, max(first, lowest) + 1.2 * margin)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
