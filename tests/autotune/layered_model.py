@@ -35,3 +35,10 @@ class Layered(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return nn.functional.cross_entropy(self.head(x), labels)
+
+
+class AdamWithTensorRate(torch.optim.Adam):
+    """Adam whose rate is a tensor, which a schedule writes in place."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=torch.tensor(lr))

@@ -54,20 +54,12 @@ def tune_learning_rate(
     """
     reject_untrusted(config)
     name, setting, value = _rate_setting(config, optimizer)
-    without_schedules: dict[str, Any] = {"trainer.schedule": None} if config.trainer.schedule is not None else {}
-    without_schedules |= {
-        f"trainer.optimizers.{each}.schedule": None
-        for each, section in config.trainer.optimizers.items()
-        if section.schedule is not None
+    settings = {
+        "anomalies.non_finite": "skip",  # a loss that is not finite ends the test
+        "anomalies.spike": "ignore",
+        "anomalies.max_anomalies": num_steps,
     }
-    trial = trial_config(config, folder, num_steps=num_steps).derive(
-        {
-            **without_schedules,
-            "anomalies.non_finite": "skip",  # a loss that is not finite ends the test
-            "anomalies.spike": "ignore",
-            "anomalies.max_anomalies": num_steps,
-        }
-    )
+    trial = trial_config(config, folder, num_steps=num_steps, settings=settings)
     test = RangeTest(name, ramp(lowest, highest, num_steps), setting=value, progress=progress)
     _run_trial(trial, test)
     return test.result(), setting
@@ -99,10 +91,13 @@ def tune_micro_batch(
     if largest is None:
         plan = resolve_batch(config, 1)
         largest = plan.micro_batch_size * plan.gradient_accumulation_steps
-    sizes = {"trainer.global_batch_size": largest, "trainer.micro_batch_size": largest}
-    trial = trial_config(config, folder, num_steps=1).derive(
-        {**sizes, "trainer.gradient_accumulation_steps": None, **TRIAL_DATA}
-    )
+    settings = {
+        "trainer.global_batch_size": largest,
+        "trainer.micro_batch_size": largest,
+        "trainer.gradient_accumulation_steps": None,
+        **TRIAL_DATA,
+    }
+    trial = trial_config(config, folder, num_steps=1, settings=settings)
     with start_up():
         trainer = build_alone(trial, folder)
         return measure_micro_batches(trainer, largest, headroom=MEMORY_HEADROOM, progress=progress)
@@ -134,7 +129,7 @@ def tune_workers(
             settings["data.loader"] = {
                 name: value for name, value in config.data.loader.items() if name not in _FOR_WORKERS
             }
-        trial = trial_config(config, folder / str(count), num_steps=WARMUP_STEPS + num_steps).derive(settings)
+        trial = trial_config(config, folder / str(count), num_steps=WARMUP_STEPS + num_steps, settings=settings)
         hook = DataWait(count, num_steps)
         _run_trial(trial, hook)
         if hook.time is None:

@@ -29,18 +29,22 @@ class TrialEnded(Exception):  # noqa: N818  # not an error
     """Raised by a hook in `after_step`: the loop ends before it evaluates or saves anything."""
 
 
-def trial_config(config: RunConfig, folder: Path, *, num_steps: int, **settings: Any) -> RunConfig:
+def trial_config(config: RunConfig, folder: Path, *, num_steps: int, settings: Mapping[str, Any]) -> RunConfig:
     """Returns the config of a run of a few steps in a temporary folder, with the batches of the run.
 
-    It evaluates, writes and saves nothing. `settings` replace others; the __ in their names stand for dots.
+    It has no schedule, and evaluates, writes and saves nothing. `settings` replace others.
     """
-    given = {name.replace("__", "."): value for name, value in settings.items()}
+    schedules = {"trainer.schedule": None} if config.trainer.schedule is not None else {}
+    for name, section in config.trainer.optimizers.items():
+        if section.schedule is not None:
+            schedules[f"trainer.optimizers.{name}.schedule"] = None
     return config.derive(
         {
             **_LIMITS_AND_PERIODS,
             "output_dir": str(folder),
             "trainer.max_steps": num_steps,
             "log.every_steps": num_steps,
-            **given,
+            **schedules,
+            **settings,
         }
     )

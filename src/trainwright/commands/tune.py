@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -29,7 +30,7 @@ from trainwright.commands.terminal import (
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.launch.local import is_launched, launch, leave_if_explained, note_explained_error
-from trainwright.log import outlive_console
+from trainwright.log import outlive_console, show_log
 from trainwright.safe_text import json_text
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ _MIN_STEPS = 20
 app = typer.Typer(
     name="tune", help="Measure a setting of a run on a copy of it, and suggest a value.", no_args_is_help=True
 )
+
+
+def _load(run: Path, overrides: list[str] | None, *, trust: bool) -> RunConfig:
+    """Loads the run, and hides the log of the copy: its folder, its number of steps."""
+    show_log(logging.WARNING)
+    return load_run(run, overrides, trust=trust)
 
 
 @app.command()
@@ -67,7 +74,7 @@ def lr(
     """
     if not 0 < lowest < highest < math.inf:
         raise ConfigError(f"--min {lowest:g} must be more than 0 and less than --max {highest:g}.")
-    config = load_run(run, overrides, trust=trust)
+    config = _load(run, overrides, trust=trust)
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--output: there is no folder {output.parent}.")
     if nproc > 1 and not is_launched():
@@ -145,9 +152,9 @@ def draw_curve(
             row[column(marked)] = "|"
     for character, values in ((".", losses), ("*", smoothed)):
         for rate, value in zip(rates, values, strict=True):
-            row = round((top - value) / (top - bottom) * (_HEIGHT - 1))
-            if 0 <= row < _HEIGHT:
-                grid[row][column(rate)] = character
+            line = round((top - value) / (top - bottom) * (_HEIGHT - 1))
+            if 0 <= line < _HEIGHT:
+                grid[line][column(rate)] = character
     labels = {0: f"{top:.3g}", _HEIGHT - 1: f"{bottom:.3g}"}
     lines = [f"{labels.get(number, ''):>9} |{''.join(row)}".rstrip() for number, row in enumerate(grid)]
     axis = [" "] * (_WIDTH + 8)
@@ -184,7 +191,7 @@ def batch(
 
     The global batch size stays the same, so the results of the run do too.
     """
-    config = load_run(run, overrides, trust=trust)
+    config = _load(run, overrides, trust=trust)
     from trainwright.api.tune import best_micro_batch, tune_micro_batch
 
     with temporary_folder() as folder, _progress("micro-batch", None) as advance:
@@ -237,7 +244,7 @@ def workers(
 ) -> None:
     """Measure how long steps wait for data with 0, 1, 2, 4 … loader processes, and suggest a number."""
     numbers = _read_counts(counts)
-    config = load_run(run, overrides, trust=trust)
+    config = _load(run, overrides, trust=trust)
     from trainwright.api.tune import tune_workers
     from trainwright.autotune.workers import ENOUGH, enough_workers
 

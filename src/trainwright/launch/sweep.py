@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import hashlib
 import json
+import logging
 import math
 import os
 import shlex
@@ -35,6 +37,8 @@ from trainwright.errors import HANG_EXIT_CODE, CheckpointError, ConfigError, Tra
 if TYPE_CHECKING:
     import optuna
 
+logger = logging.getLogger(__name__)
+
 STUDY_FILE, RESULTS, LOGS = "study.db", "results", "logs"
 _METRICS_FILE = "metrics.json"
 """As in writers/json_lines.py, which imports torch. A test compares them."""
@@ -43,7 +47,6 @@ _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _DEFINITION, _RESTARTS, _REASON = "definition", "restarts", "reason"
 _ENDED_BY_SIGNAL = {130, 137, 138, 143, 129, HANG_EXIT_CODE}
 """Exit codes of a run that was interrupted, killed or stuck: starting it again continues it."""
-_SEED_STRIDE = 1_000_003
 _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 RUNNING, COMPLETE, PRUNED, FAILED, WAITING = "running", "complete", "pruned", "failed", "waiting"
@@ -434,11 +437,14 @@ def _end_with_parent() -> None:
 
 def _wait_for_orphan(folder: Path) -> None:
     """Waits until the process of a killed sweep has left the folder of its trial."""
-    lock = FolderLock(folder)
+    lock, has_logged = FolderLock(folder), False
     while True:
         try:
             lock.reject_if_held()
-        except CheckpointError:
+        except CheckpointError as error:
+            if not has_logged:
+                logger.warning("Waiting for the process of an earlier start of this sweep: %s", error)
+            has_logged = True
             time.sleep(_POLL_SECONDS)
         else:
             return
@@ -560,7 +566,8 @@ def _decode(sweep: SweepConfig, params: Mapping[str, Any]) -> dict[str, Any]:
 def _sampler(optuna: ModuleType, sweep: SweepConfig, number: int, *, num_parallel: int) -> Any:
     """Returns the sampler of one trial. Its seed follows from the trial's number, also in a resumed sweep."""
     section = sweep.sampler
-    seed = (section.seed * _SEED_STRIDE + number) % 2**32
+    # Hashed, because numpy's first numbers of neighbouring seeds are similar.
+    seed = int.from_bytes(hashlib.sha256(f"{section.seed}/{number}".encode()).digest()[:4], "little")
     if section.type != "tpe":
         return optuna.samplers.RandomSampler(seed=seed)
     startup = {} if section.startup_trials is None else {"n_startup_trials": section.startup_trials}
