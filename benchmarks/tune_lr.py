@@ -1,6 +1,7 @@
 """Compares the rate that `trainwright tune lr` suggests with a grid of rates, on four small problems.
 
     python benchmarks/tune_lr.py                # measures; a few minutes on one CPU core
+    python benchmarks/tune_lr.py --only sgd     # one problem
     python benchmarks/tune_lr.py --summary      # writes results/tune_lr.md from results/tune_lr.json
 
 Each problem is trained with every rate of the grid, two per decade, and with the suggestion. The loss is the last one
@@ -22,7 +23,6 @@ from torch import nn
 from trainwright import RunConfig
 from trainwright.api.run import run_experiment
 from trainwright.api.tune import tune_learning_rate
-from trainwright.autotune.learning_rate import suggest
 
 RESULTS = Path(__file__).parent / "results"
 GRID = [round(10 ** (power / 2), 12) for power in range(-10, 3)]
@@ -159,13 +159,13 @@ def measure(problem):
 
 def summarize(found):
     lines = [
-        "# The suggestion of `trainwright tune lr`, compared with a grid",
+        "# The rate that `trainwright tune lr` suggests, compared with a grid",
         "",
-        "One CPU core, torch "
-        + torch.__version__
-        + ". `python benchmarks/tune_lr.py` measures; the grid has two rates per",
-        "decade from 1e-5 to 10, and every run has a warm-up of 20 steps and a cosine schedule. Loss: the last one of the",
-        "validation set.",
+        "```",
+        "OMP_NUM_THREADS=1 python benchmarks/tune_lr.py",
+        "```",
+        f"CPU, 1 thread, torch {torch.__version__}. The grid has two rates per decade, from 1e-5 to 10. Every run has a warm-up of",
+        "20 steps and a cosine schedule, 200 steps for Llama and 300 for the others. The loss is the last one of the validation set.",
         "",
         "| problem | suggested rate | loss with it | best rate of the grid | its loss | rates of the grid within 25 % of the best loss |",
         "|---|---|---|---|---|---|",

@@ -360,3 +360,27 @@ def test_the_page_on_preferences_works_and_its_margins_rise(reader):
     assert reward[-1]["accuracy"] > 0.8
     distilled = [json.loads(line) for line in Path("runs/distill/metrics.json").read_text().splitlines()]
     assert distilled[-1]["kl"] < 0.5 * distilled[0]["kl"]
+
+
+def test_the_page_on_tuning_works_and_changes_no_run(reader):
+    pytest.importorskip("sklearn")
+    reader.exit_code = 0
+    for block in blocks_of((DOCS / "tuning.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+        if "tune" in (reader.typed[-1:] or [""])[0]:
+            assert not Path("runs").exists()
+    assert Path("digits-lr.png").stat().st_size > 10_000
+    assert sorted(path.name for path in Path("runs/lr-width").glob("trial-*")) == ["trial-0000", "trial-0001"]
+    assert reader.typed[-1] == "python with_optuna.py"
+    assert "best: {'lr': " in reader.shown
+
+
+def test_the_example_with_ray_works(in_tmp):
+    pytest.importorskip("ray")
+    example = next(text for _, text in blocks_of((DOCS / "tuning.md").read_text("utf-8")) if "with_ray.py" in text)
+    Path("with_ray.py").write_text(example)
+    done = subprocess.run([sys.executable, "with_ray.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "best: {'lr': " in done.stdout
