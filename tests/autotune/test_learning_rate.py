@@ -73,7 +73,7 @@ def test_divergence_is_a_loss_far_above_the_initial_one(initial, descent):
     losses = [initial - descent * step / 30 for step in range(30)]
     assert not any(map(divergence.add, losses))
     limit = initial + max(descent, 0.5 * abs(initial))
-    assert any([divergence.add(limit + 1.0) for _ in range(100)])
+    assert any(divergence.add(limit + 1.0) for _ in range(100))
     assert Divergence().add(math.nan)
 
 

@@ -216,7 +216,7 @@ class _Sweep:
     def _start(self, trial: optuna.Trial) -> None:
         slot = next(slot for slot in self._slots if slot not in self._running)
         running = _Running(trial, self._sweep, _decode(self._sweep, trial.params), slot=slot)
-        running.start(self._environments[slot])
+        running.start(self._environments[slot], self._signals)
         self._running[slot] = running
         self._report(running.result())
 
@@ -234,7 +234,7 @@ class _Sweep:
         elif self._signals.received is not None:
             return True  # it stays `running` in the study, and continues when the sweep does
         elif (code < 0 or code in _ENDED_BY_SIGNAL) and running.num_restarts < self._sweep.max_restarts:
-            running.restart(self._environments[running.slot])
+            running.restart(self._environments[running.slot], self._signals)
             return False
         else:
             self._tell(running, FAILED, _describe_failure(code, running))
@@ -315,7 +315,7 @@ class _Running:
     """The names of all evaluation values."""
     num_restarts: int = 0
 
-    def start(self, environment: Mapping[str, str]) -> None:
+    def start(self, environment: Mapping[str, str], signals: _Signals) -> None:
         """Starts the process, which resumes the trial if it has a checkpoint."""
         self.num_restarts = int(self.trial.user_attrs.get(_RESTARTS, 0))
         self.folder = self.sweep.folder / trial_name(self.trial.number)
@@ -326,7 +326,7 @@ class _Running:
         self.log = logs / f"{self.folder.name}.txt"
         self._output: IO[bytes] = self.log.open("ab")
         self._log_start = self._output.tell()
-        _wait_for_orphan(self.folder)
+        _wait_for_orphan(self.folder, signals)
         arguments = self.sweep.trial_overrides(self.values, f"{self.sweep.name}/{self.folder.name}")
         own = {name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES}
         self.process = subprocess.Popen(
@@ -344,10 +344,10 @@ class _Running:
         study = self.trial.study
         return list(study.get_trials(deepcopy=False)[self.trial.number].intermediate_values)
 
-    def restart(self, environment: Mapping[str, str]) -> None:
+    def restart(self, environment: Mapping[str, str], signals: _Signals) -> None:
         """Starts the process again after a signal has ended it."""
         self.trial.set_user_attr(_RESTARTS, self.num_restarts + 1)
-        self.start(environment)
+        self.start(environment, signals)
 
     def close(self) -> None:
         """Closes the file of the process's output."""
@@ -435,10 +435,10 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _wait_for_orphan(folder: Path) -> None:
-    """Waits until the process of a killed sweep has left the folder of its trial."""
+def _wait_for_orphan(folder: Path, signals: _Signals) -> None:
+    """Waits until the process of a killed sweep has left the folder of its trial, or a signal ends the sweep."""
     lock, has_logged = FolderLock(folder), False
-    while True:
+    while signals.received is None:
         try:
             lock.reject_if_held()
         except CheckpointError as error:
