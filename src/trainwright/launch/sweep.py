@@ -144,7 +144,7 @@ def run_sweep(
         _check_definition(study, sweep)
         try:
             with _Signals() as signals:
-                return _Sweep(optuna, study, sweep, signals, report=report, show=show).run()
+                return _Sweep(optuna, storage, study, sweep, signals, report=report, show=show).run()
         finally:
             storage.engine.dispose()
 
@@ -155,6 +155,7 @@ class _Sweep:
     def __init__(
         self,
         optuna_module: ModuleType,
+        storage: optuna.storages.RDBStorage,
         study: optuna.Study,
         sweep: SweepConfig,
         signals: _Signals,
@@ -163,6 +164,7 @@ class _Sweep:
         show: Show,
     ) -> None:
         self._optuna = optuna_module
+        self._storage = storage
         self._study = study
         self._sweep = sweep
         self._signals = signals
@@ -200,9 +202,10 @@ class _Sweep:
 
     def _interrupted_trials(self) -> list[optuna.Trial]:
         """Returns the trials that were running when the sweep ended, oldest first."""
-        states = (self._optuna.trial.TrialState.RUNNING,)
-        # Optuna has no public way from a stored trial to one that can be reported to.
-        return [self._optuna.trial.Trial(self._study, each._trial_id) for each in self._study.get_trials(states=states)]
+        running = self._study.get_trials(deepcopy=False, states=(self._optuna.trial.TrialState.RUNNING,))
+        study_id = self._storage.get_study_id_from_name(self._sweep.name)
+        numbers = [self._storage.get_trial_id_from_study_id_trial_number(study_id, each.number) for each in running]
+        return [self._optuna.trial.Trial(self._study, number) for number in numbers]
 
     def _next_trial(self) -> optuna.Trial | None:
         """Returns a trial with new values, or None if all were started."""
