@@ -165,7 +165,7 @@ def summarize(found):
         "OMP_NUM_THREADS=1 python benchmarks/tune_lr.py",
         "```",
         f"CPU, 1 thread, torch {torch.__version__}. The grid has two rates per decade, from 1e-5 to 10.",
-        "Every run has a warm-up of 20 steps and a cosine schedule, 200 steps for Llama and 300 for the others. The loss is",
+        "Every run has a warm-up of 20 steps and a cosine schedule: 200 steps for Llama, 300 for others. The loss is",
         "the last one of the validation set. Good rates are those of the grid within 25 % of its lowest loss.",
         "",
         "| problem | suggested rate | loss with it | best rate of the grid | its loss | good rates |",

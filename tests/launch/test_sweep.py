@@ -213,6 +213,23 @@ def test_visible_devices_are_those_of_the_environment(load, monkeypatch):
     assert sweeps.visible_devices(load().base) == []  # runtime.device is cpu
 
 
+@pytest.mark.parametrize(
+    ("parameters", "mentions"),
+    [
+        ("trainer.optimizer.lrr: [1]", ("lrr", "lr")),
+        ("trainer.schedule.warmup_step: [1]", ("warmup_step", "warmup_steps")),
+        ("trainer.optimizer.type: [adamw, lyon]", ("lyon", "lion")),
+        ("trainer.optimizer.type: [adamw, lion], trainer.optimizer.eps: [1e-8]", ("lion", "eps")),
+    ],
+)
+def test_an_argument_that_a_component_does_not_have_is_named_before_any_trial(load, parameters, mentions):
+    Path("components.yaml").write_text(f"run: run.yaml\nmetric: valid/loss\nparameters: {{{parameters}}}\n")
+    load()
+    with raises(ConfigError, *mentions, at="components.yaml:3"):
+        preview(SweepConfig.load("components.yaml", ["sampler=grid"]), 1)
+    assert not Path("runs").exists()
+
+
 def test_the_folder_of_a_run_is_not_used(load):
     Path("runs/lr/checkpoints").mkdir(parents=True)
     with raises(ConfigError, "runs/lr"):

@@ -272,6 +272,10 @@ class SweepConfig(Section):
                     yield Problem(("parameters", name), f"the run does not accept {shown}: {text}")
                     break
 
+    def origin(self, parameter: str) -> Origin | None:
+        """Return where a parameter is written."""
+        return nearest_origin(self._origins, ("parameters", parameter))
+
     @property
     def base(self) -> RunConfig:
         """The run without the values of a trial."""

@@ -28,11 +28,13 @@ from types import FrameType, ModuleType
 from typing import IO, TYPE_CHECKING, Any
 
 from trainwright.checkpoint.folder_lock import FolderLock, set_aside
-from trainwright.config import RunConfig, yaml_text
+from trainwright.config import Component, RunConfig, yaml_text
 from trainwright.config.frozen import thaw
+from trainwright.config.groups import kind_at
 from trainwright.config.problems import suggest
 from trainwright.config.sweep import Range, SweepConfig
 from trainwright.errors import HANG_EXIT_CODE, CheckpointError, ConfigError, TrainwrightError
+from trainwright.registry.catalogue import read_catalogue
 
 if TYPE_CHECKING:
     import optuna
@@ -44,6 +46,8 @@ _METRICS_FILE = "metrics.json"
 """As in writers/json_lines.py, which imports torch. A test compares them."""
 _POLL_SECONDS = 0.2
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_MORE_KEYS = ("groups", "args")
+"""Keys of components that are not arguments of their constructors."""
 _DEFINITION, _RESTARTS, _REASON = "definition", "restarts", "reason"
 _ENDED_BY_SIGNAL = {130, 137, 138, 143, 129, HANG_EXIT_CODE}
 """Exit codes of a run that was interrupted, killed or stuck: starting it again continues it."""
@@ -102,9 +106,40 @@ def import_optuna() -> ModuleType:
     return optuna
 
 
+def check_components(sweep: SweepConfig) -> None:
+    """Raises for a parameter that its component does not accept, as far as the components' sources tell."""
+    for name in sweep.parameters:
+        section, _, argument = name.rpartition(".")
+        component, path = _value_at(sweep.base, section), tuple(section.split("."))
+        kind = kind_at(path) if isinstance(component, Component) else None
+        if kind is None:
+            continue
+        entries = {each.type: each for each in read_catalogue(sweep.base.project_dir, (kind,)).entries}
+        types = sweep.parameters.get(f"{section}.type", (component.type,))
+        where, is_named = sweep.origin(name), not sweep.base.imports
+        for each in types:
+            if argument == "type" and is_named and each not in entries and not {*":."} & {*str(each)}:
+                raise ConfigError(f'parameters.{name}: no {kind} "{each}". {suggest(str(each), entries)}', where=where)
+            signature = entries[each].signature if each in entries else None
+            if signature is None or signature.open_to or argument in ("type", *component.reserved_keys, *_MORE_KEYS):
+                continue
+            known = [parameter.name for parameter in signature.parameters]
+            if argument not in known:
+                problem = f'{each} has no argument "{argument}". {suggest(argument, known)}'
+                raise ConfigError(f"parameters.{name}: {problem}", where=where)
+
+
+def _value_at(section: Any, path: str) -> Any:
+    """Returns the setting at a dotted path; None if there is none."""
+    for key in path.split(".") if path else ():
+        section = section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
+    return section
+
+
 def preview(sweep: SweepConfig, num_trials: int) -> list[dict[str, Any]]:
     """Returns the values of the first trials; those of tpe follow from results as soon as its random trials end."""
     optuna = import_optuna()
+    check_components(sweep)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler())
     distributions = _distributions(optuna, sweep)
     found = []
@@ -125,6 +160,7 @@ def run_sweep(
     optuna = import_optuna()
     if "WORLD_SIZE" in os.environ:
         raise ConfigError("sweep starts one process for each trial, but a launcher has started this one. Run it alone.")
+    check_components(sweep)
     folder = sweep.folder
     if fresh and folder.exists():
         with FolderLock(folder):
