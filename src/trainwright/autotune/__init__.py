@@ -1,1 +1,1 @@
-"""Finds settings by trial steps: the micro-batch size and the number of recomputed layers."""
+"""Finds settings by trial steps: learning rate, micro-batch size, recomputed layers, number of workers."""

@@ -1,8 +1,8 @@
 """Executes a sweep: chooses the values of each trial with Optuna, and runs each trial as a process of its own.
 
 A trial is an ordinary run in the sweep's folder. The sweep reads its metrics.json, and ends it with SIGTERM where it is
-pruned. Optuna's study is in study.db; only this process writes to it, so a sweep continues from it after any end. The
-settings are in config/sweep.py. Imports no torch.
+pruned. Optuna's study is in study.db, which only this process writes; a sweep that was ended or killed continues from
+it. The settings are in config/sweep.py. Imports no torch.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ def check_components(sweep: SweepConfig) -> None:
             continue
         entries = {each.type: each for each in read_catalogue(sweep.base.project_dir, (kind,)).entries}
         types = sweep.parameters.get(f"{section}.type", (component.type,))
-        where, is_named = sweep.origin(name), not sweep.base.imports
+        where, has_imports = sweep.origin(name), bool(sweep.base.imports)
         for each in types:
-            if argument == "type" and is_named and each not in entries and not {*":."} & {*str(each)}:
+            if argument == "type" and not has_imports and each not in entries and not {*":."} & {*str(each)}:
                 raise ConfigError(f'parameters.{name}: no {kind} "{each}". {suggest(str(each), entries)}', where=where)
             signature = entries[each].signature if each in entries else None
             if signature is None or signature.open_to or argument in ("type", *component.reserved_keys, *_MORE_KEYS):
