@@ -187,6 +187,17 @@ def test_trials_are_a_function_of_the_seed_and_their_number(load):
     assert len({each["trainer.optimizer.lr"] for each in found}) == 6
 
 
+def test_a_trial_that_was_created_in_part_gets_the_values_that_it_lacks(load):
+    optuna = sweeps.import_optuna()
+    text = "parameters={trainer.optimizer.lr: {min: 1e-5, max: 1, scale: log}, model.width: {min: 4, max: 16, step: 4}}"
+    distributions = sweeps._distributions(optuna, load("sampler=tpe", "trials=2", text))
+    study = optuna.create_study()
+    study.enqueue_trial({"trainer.optimizer.lr": 0.5, "model.width": 12})
+    trial = study.ask({name: distributions[name] for name in ["trainer.optimizer.lr"]})
+    sweeps.suggest_missing(trial, distributions)
+    assert trial.params == {"trainer.optimizer.lr": 0.5, "model.width": 12}
+
+
 def test_the_value_of_a_trial_is_its_last_or_its_best_evaluation(load):
     evaluations = {5: 0.4, 10: 0.2, 15: 0.3, 20: float("nan")}
     assert choose(evaluations, load("value=best")) == (10, 0.2)

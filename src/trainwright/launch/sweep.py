@@ -95,13 +95,13 @@ Show = Callable[[Sequence[TrialResult]], None]
 
 
 def import_optuna() -> ModuleType:
-    """Returns the package, which reports nothing but warnings."""
+    """Returns the package, which logs errors only."""
     try:
         import optuna
     except ImportError as error:
         raise TrainwrightError(
             "sweep needs optuna, which is not installed. Run: pip install 'trainwright[sweep]'"
-        ) from (error)
+        ) from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 
@@ -162,11 +162,11 @@ def run_sweep(
         raise ConfigError("sweep starts one process for each trial, but a launcher has started this one. Run it alone.")
     check_components(sweep)
     folder = sweep.folder
+    _reject_run(folder)
     if fresh and folder.exists():
         with FolderLock(folder):
             pass  # raises if another sweep uses it
         set_aside(folder)
-    _reject_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):
         storage = optuna.storages.RDBStorage(f"sqlite:///{folder / STUDY_FILE}")
@@ -241,7 +241,11 @@ class _Sweep:
         running = self._study.get_trials(deepcopy=False, states=(self._optuna.trial.TrialState.RUNNING,))
         study_id = self._storage.get_study_id_from_name(self._sweep.name)
         numbers = [self._storage.get_trial_id_from_study_id_trial_number(study_id, each.number) for each in running]
-        return [self._optuna.trial.Trial(self._study, number) for number in numbers]
+        trials = [self._optuna.trial.Trial(self._study, number) for number in numbers]
+        for trial in trials:
+            self._study.sampler = _sampler(self._optuna, self._sweep, trial.number, num_parallel=len(self._slots))
+            suggest_missing(trial, self._distributions)
+        return trials
 
     def _next_trial(self) -> optuna.Trial | None:
         """Returns a trial with new values, or None if all were started."""
@@ -285,11 +289,10 @@ class _Sweep:
             if not math.isfinite(value):
                 continue
             running.trial.report(value, step)
-            is_running = running.process.poll() is None
-            if self._sweep.pruner is not None and is_running and running.trial.should_prune():
+            can_prune = self._sweep.pruner is not None and not running.is_pruned and running.process.poll() is None
+            if can_prune and running.trial.should_prune():
                 running.is_pruned = True
-                running.process.terminate()
-                return
+                running.process.terminate()  # once: a second signal would end it before it has saved
 
     def _complete(self, running: _Running) -> None:
         found = running.found(self._sweep)
@@ -633,6 +636,19 @@ def _ask(study: optuna.Study, sweep: SweepConfig, distributions: dict[str, Any],
         # Of a range Optuna stores floats.
         study.enqueue_trial({name: _encode(value) for name, value in point.items()})
     return study.ask(fixed_distributions=distributions)
+
+
+def suggest_missing(trial: optuna.Trial, distributions: Mapping[str, Any]) -> None:
+    """Chooses the values that a trial lacks, because the sweep was killed while it created the trial."""
+    for name, each in distributions.items():
+        if name in trial.params:
+            continue
+        if hasattr(each, "choices"):
+            trial.suggest_categorical(name, each.choices)
+        elif isinstance(each.low, int):
+            trial.suggest_int(name, each.low, each.high, step=each.step, log=each.log)
+        else:
+            trial.suggest_float(name, each.low, each.high, step=each.step, log=each.log)
 
 
 def _importances(optuna: ModuleType, study: optuna.Study) -> dict[str, float]:
