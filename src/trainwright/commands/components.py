@@ -34,6 +34,7 @@ SECTIONS = {
     "hook": "hooks",
     "writer": "writers",
     "metric": "evaluation.metrics.NAME",
+    "benchmark": "evaluation.benchmarks",
     "task": "task",
     "loss": "trainer.loss",
     "transform": "data.train.transform",
@@ -41,11 +42,17 @@ SECTIONS = {
 }
 """The setting of each kind of component in a run file."""
 
-_LISTS = ("hook", "writer")
+_LISTS = ("hook", "writer", "benchmark")
 # The components that are arguments of another one, and an example of that one.
 _OUTER = {"transform": "torchvision.datasets:ImageFolder", "tokenizer": "transformers:DataCollatorWithPadding"}
 # evaluation.metrics reads these two: the output and the field of the batch that the metric gets.
 _METRIC_INPUTS = (Parameter("outputs", "'logits'", "str"), Parameter("labels", "'labels'", "str"))
+_OF_ALL_BENCHMARKS = (
+    Parameter("name", "None", "str | None"),
+    Parameter("batch_size", "8", "int"),
+    Parameter("log_samples", "100", "int"),
+)
+_READ_BY_BUILD = {"metric": _METRIC_INPUTS, "benchmark": _OF_ALL_BENCHMARKS}
 
 
 def _complete_kind(incomplete: str) -> list[str]:
@@ -139,7 +146,7 @@ def _kinds() -> str:
 
 
 def _all_parameters(entry: Entry) -> tuple[Parameter, ...]:
-    return (*entry.signature.parameters, *(_METRIC_INPUTS if entry.kind == "metric" else ()))
+    return (*entry.signature.parameters, *_READ_BY_BUILD.get(entry.kind, ()))
 
 
 def _parameters(entry: Entry) -> str:

@@ -76,6 +76,8 @@ def _names_function(settings: dict[str, Any], path: tuple[str, ...]) -> bool:
     owner: Any = settings
     for key in path[:-1]:
         owner = owner[int(key)] if isinstance(owner, list) else owner[key]
+    if path[:2] == ("evaluation", "benchmarks") and "metric" in path[3:5]:
+        return ":" in owner[int(path[-1]) if isinstance(owner, list) else path[-1]]
     if isinstance(owner, list):
         return path[-2] in _FUNCTIONS
     is_weights = owner.get("type") in _WEIGHTED and path[-1] == "weights"
