@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,55 @@ class _Task:
     prompt: str
     ids: list[int]
     answers: list[str]
+
+
+class Completion(NamedTuple):
+    """The text of a completion."""
+
+    text: str
+    is_truncated: bool
+    """True if it ended at `max_new_tokens`."""
+
+
+def complete(
+    model: nn.Module,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stop_ids: Collection[int],
+    stop_texts: Sequence[str],
+    all_agree: AllAgree = bool,
+    **options: Any,
+) -> list[Completion]:
+    """Completes prompts as one batch, each up to a stop token or before the first of `stop_texts`.
+
+    `options` are those of generation.py's `sample_completions`.
+    """
+
+    def decode(tokens: Sequence[int]) -> str:
+        # A model may have more embeddings than the tokenizer has tokens.
+        return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
+
+    def cut(text: str) -> tuple[str, bool]:
+        places = [place for each in stop_texts if (place := text.find(each)) >= 0]
+        return (text[: min(places)], True) if places else (text, False)
+
+    def ended_rows(tokens: Tensor) -> Tensor:
+        return torch.tensor([cut(decode(row))[1] for row in tokens.tolist()])
+
+    made = sample_completions(
+        model,
+        prompts,
+        stop_ids=stop_ids,
+        ended_rows=ended_rows if stop_texts else None,
+        all_stopped=all_agree,
+        **options,
+    )
+    texts = [cut(decode(tokens)) for tokens in made.rows()]
+    return [
+        Completion(text, not (is_stopped or is_cut))
+        for (text, is_cut), is_stopped in zip(texts, made.is_stopped.tolist(), strict=True)
+    ]
 
 
 class Generate(Benchmark):
@@ -118,7 +167,7 @@ class Generate(Benchmark):
         self._stop_texts = [each for each in ([stop] if isinstance(stop, str) else stop) if each]
         self._extract, self._extract_answer = _pattern(extract, "extract"), _pattern(extract_answer, "extract_answer")
         self._ignore_case, self._ignore_punctuation = ignore_case, ignore_punctuation
-        self._sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self._sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._seed = seed
         self._chat_template = chat_template
         self._num_fewshot, self._fewshot_path = num_fewshot, fewshot_path
@@ -169,24 +218,21 @@ class Generate(Benchmark):
 
     def run_batch(self, model: nn.Module, samples: Sequence[_Task], all_agree: AllAgree) -> list[dict[str, Any]]:
         """Completes the prompts together."""
-        made = sample_completions(
+        texts = complete(
             model,
+            self.tokenizer,
             [each.ids for each in samples],
             seeds=[mix_seed(self._seed, each.number) for each in samples],
             max_new_tokens=self._max_new_tokens,
             stop_ids=self._stop_ids,
-            ended_rows=self._ended_rows if self._stop_texts else None,
-            all_stopped=all_agree,
+            stop_texts=self._stop_texts,
+            all_agree=all_agree,
             **self._sampling,
         )
-        results = []
-        for each, tokens, is_stopped in zip(samples, made.rows(), made.is_stopped.tolist(), strict=True):
-            text, is_cut = self._cut(self._decode(tokens))
-            results.append(self._result(each, text, is_truncated=not (is_stopped or is_cut)))
-        return results
+        return [self._result(each, one) for each, one in zip(samples, texts, strict=True)]
 
-    def _result(self, task: _Task, text: str, *, is_truncated: bool) -> dict[str, Any]:
-        prediction = _found(self._extract, text)
+    def _result(self, task: _Task, completion: Completion) -> dict[str, Any]:
+        prediction = _found(self._extract, completion.text)
         values = {}
         for name, function in self._functions.items():
             if name in METRICS:
@@ -198,11 +244,11 @@ class Generate(Benchmark):
         return {
             "row": task.number,
             "prompt": task.prompt,
-            "completion": text,
+            "completion": completion.text,
             "prediction": prediction,
             "answer": task.answers[0] if len(task.answers) == 1 else task.answers,
             **values,
-            "truncated": float(is_truncated),
+            "truncated": float(completion.is_truncated),
         }
 
     def _comparable(self, text: str) -> str:
@@ -211,18 +257,6 @@ class Generate(Benchmark):
         if self._ignore_punctuation:
             text = text.translate(str.maketrans("", "", string.punctuation))
         return text.strip()
-
-    def _ended_rows(self, tokens: Tensor) -> Tensor:
-        return torch.tensor([self._cut(self._decode(row))[1] for row in tokens.tolist()])
-
-    def _cut(self, text: str) -> tuple[str, bool]:
-        """Returns a completion up to the first text that ends it, and True if there was one."""
-        places = [place for each in self._stop_texts if (place := text.find(each)) >= 0]
-        return (text[: min(places)], True) if places else (text, False)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        # A model may have more embeddings than the tokenizer has tokens.
-        return self.tokenizer.decode([token for token in tokens if token < self.tokenizer.vocab_size])
 
     def _encode(self, context: Context) -> list[int]:
         return self.prompts.encode(context.text, is_chat=context.is_chat) or self.prompts.first_token()

@@ -32,8 +32,9 @@ Row = Mapping[str, Any]
 
 def open_rows(path: Paths, *, project_dir: str | Path | None) -> Any:
     """Returns the rows of .jsonl, .csv or .parquet files by index; raises if there are none."""
-    first = path if isinstance(path, str) else str(path[0]) if path else ""
-    open_files: Callable[..., Any] = {".parquet": parquet, ".csv": csv}.get(Path(first).suffix, json_lines)
+    first = str(path) if isinstance(path, str | Path) else str(next(iter(path), ""))
+    formats: Mapping[str, Callable[..., Any]] = {".parquet": parquet, ".csv": csv}
+    open_files = formats.get(Path(first).suffix, json_lines)
     rows = open_files(path, project_dir=project_dir)
     if not len(rows):
         raise DataError(f"{path} has no rows. Add one JSON object per line.")

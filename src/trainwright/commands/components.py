@@ -15,11 +15,12 @@ import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from trainwright.commands.terminal import align_columns, show_rows
+from trainwright.commands.terminal import show_rows
 from trainwright.config import yaml_text
 from trainwright.config.builtin import KIND_FOLDERS
 from trainwright.config.problems import nearest
 from trainwright.errors import ComponentError
+from trainwright.log import align_columns
 from trainwright.models.presets import preset_sizes
 from trainwright.registry.catalogue import Catalogue, Entry, Parameter, read_catalogue
 

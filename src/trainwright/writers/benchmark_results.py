@@ -41,9 +41,9 @@ def results_folder(run_folder: Path, step: int, weights: str | None = None) -> P
     return run_folder / FOLDER / (f"step-{step:08d}" + (f"-{weights}" if weights else ""))
 
 
-def write_results(folder: Path, results: Sequence[BenchmarkResult]) -> None:
-    """Writes all files; those of an earlier evaluation of the step are replaced."""
-    listed = {
+def write_results(folder: Path, results: Sequence[BenchmarkResult], details: Any = None) -> None:
+    """Writes all files; those of an earlier evaluation of the step are replaced. `details` replace results.json."""
+    listed = details or {
         each.name: {
             "num_samples": each.num_samples,
             **{name: {"value": one.value, "standard_error": one.standard_error} for name, one in each.values.items()},
