@@ -124,17 +124,16 @@ class MultipleChoice(Benchmark):
     def check(self, model: nn.Module, samples: Sequence[_Question]) -> None:
         """Rejects a model that is no decoder, and questions that it has too few positions or embeddings for."""
         reject_non_decoder(model)
+        positions = room_after(model, 1)
         for each in samples:
-            for context, choice in each.encoded:
-                room = room_after(model, len(context))
-                with located(self._rows, each.number):
+            with located(self._rows, each.number):
+                for context, choice in each.encoded:
                     check_tokens(model, [*context, *choice], self.tokenizer)
-                    if room is not None and len(choice) > room:
-                        raise DataError(
-                            f"the prompt with a choice has {len(context) + len(choice)} tokens, {len(context)} of them "
-                            f"before the choice: after those the model has room for {room}. Shorten the row, lower "
-                            "num_fewshot, or use a model with more positions."
-                        )
+                if positions is not None and self.length_of(each) > positions + 1:  # the last token is not read
+                    raise DataError(
+                        f"the prompt with a choice has {self.length_of(each)} tokens, but the model has {positions} "
+                        "positions. Shorten the row, lower num_fewshot, or use a model with more positions."
+                    )
 
     def length_of(self, sample: _Question) -> int:
         """Returns the number of tokens of the longest choice with its context."""

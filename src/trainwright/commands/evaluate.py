@@ -66,7 +66,7 @@ def evaluate(
         "apply_chat_template": apply_chat_template or None,
         "device": device,
     }
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     if tasks is not None:
         for name, value in (("--benchmarks", benchmarks), ("a setting", overrides)):
             if value:

@@ -54,7 +54,7 @@ def run_tasks(
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ConfigError(
-            "--tasks needs lm-eval, which is not installed. Install it: pip install 'trainwright[lm-eval]'."
+            "--tasks needs lm-eval, which is not installed. Install it: pip install 'trainwright[lm_eval]'."
         ) from error
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     unknown = [name for name in tasks if not manager.match_tasks([name])]
