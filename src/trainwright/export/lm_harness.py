@@ -56,7 +56,12 @@ def run_tasks(
         raise ConfigError(
             "--tasks needs lm-eval, which is not installed. Install it: pip install 'trainwright[lm_eval]'."
         ) from error
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    manager = None
+    if include_path is not None:
+        manager = TaskManager(include_path=str(include_path), include_defaults=False)
+    # Reading the thousands of lm-eval's own tasks takes seconds. A group may name some of them.
+    if manager is None or not {*tasks} <= {*manager.all_subtasks}:
+        manager = TaskManager(include_path=None if include_path is None else str(include_path))
     unknown = [name for name in tasks if not manager.match_tasks([name])]
     if unknown:
         where = f" or in {include_path}" if include_path is not None else ". Set --include-path for tasks of your own"
