@@ -345,6 +345,12 @@ def test_the_page_on_clusters_works_and_its_layouts_agree(in_tmp, monkeypatch, c
         assert losses_of(layout) == pytest.approx(losses_of("small")[:4], rel=1e-5)
 
 
+def test_the_page_on_benchmarks_works_and_the_model_learns_the_answers(reader):
+    pytest.importorskip("lm_eval")
+    for block in blocks_of((DOCS / "benchmarks.md").read_text("utf-8")):
+        reader.read([block])
+
+
 def test_the_page_on_preferences_works_and_its_margins_rise(reader):
     reader.exit_code = 0
     for block in blocks_of((DOCS / "preferences.md").read_text("utf-8")):

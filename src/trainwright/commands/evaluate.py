@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ import typer
 import yaml
 
 from trainwright.commands.terminal import CheckpointStep, Overrides, RunPath, Trust, Weights, load_run
+from trainwright.config import Component
+from trainwright.config.sections import benchmark_name
 from trainwright.errors import ConfigError
 from trainwright.safe_text import json_text
 
@@ -23,8 +26,8 @@ def evaluate(
     benchmarks: Annotated[
         Path | None,
         typer.Option(
-            help="A YAML file with a list of benchmarks, as in evaluation.benchmarks, which it replaces.",
-            show_default="those of the run",
+            help="A YAML file with a list of benchmarks, in addition to those of the run (evaluation.benchmarks).",
+            show_default=False,
         ),
     ] = None,
     tasks: Annotated[
@@ -78,11 +81,24 @@ def evaluate(
 
     from trainwright.api.run import run_experiment
 
-    replaced = [] if benchmarks is None else [f"evaluation.benchmarks={json.dumps(_read_benchmarks(benchmarks))}"]
     model_dir = str(run) if run.is_dir() else None
-    config = load_run(run, [*(overrides or ()), *replaced], trust=trust)
+    config = load_run(run, overrides, trust=trust)
+    if benchmarks is not None:
+        listed = _with_benchmarks(config.evaluation.benchmarks, _read_benchmarks(benchmarks), benchmarks)
+        config = load_run(run, [*(overrides or ()), f"evaluation.benchmarks={json.dumps(listed)}"], trust=trust)
     _, logs = run_experiment(config, mode="eval", model_dir=model_dir, step=step, weights=weights)
     print(json_text(logs, indent=2))
+
+
+def _with_benchmarks(own: Sequence[Component], added: list[Any], file: Path) -> list[Any]:
+    """Returns the benchmarks of a run and of a file; of two with the same name that of the file."""
+    components = []
+    for number, each in enumerate(added):
+        if not isinstance(each, dict) or not isinstance(each.get("type"), str):
+            raise ConfigError(f"--benchmarks: entry {number} (counted from 0) has no type. Add one.", where=file)
+        components.append(Component.from_mapping(each))
+    names = [benchmark_name(each) for each in components]
+    return [each.to_dict() for each in own if benchmark_name(each) not in names] + added
 
 
 def _read_benchmarks(file: Path) -> list[Any]:
