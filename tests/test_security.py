@@ -310,6 +310,19 @@ CODE = {
     "the package's own loader": {
         "data": {"train": {"type": "trainwright.registry.resolve:import_modules", "names": ["evil"]}}
     },
+    "benchmarks": {"evaluation": {"benchmarks": [{"type": "evil.py:act"}]}},
+    "a metric of a benchmark": {
+        "evaluation": {"benchmarks": [{"type": "generate", "path": "x", "tokenizer": "bytes", "metric": "evil.py:act"}]}
+    },
+    "metrics of a benchmark in an argument": {
+        "data": {
+            "train": {
+                "path": {
+                    "benchmark": {"type": "generate", "path": "x", "tokenizer": "bytes", "metric": ["evil.py:act"]}
+                }
+            }
+        }
+    },
     "extends": {"extends": ["evil.py"]},
     "extends twice": {"extends": ["evil.yaml"]},
 }
