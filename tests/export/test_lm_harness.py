@@ -165,8 +165,6 @@ def test_chats_are_rendered_with_the_template(run):
 def test_what_cannot_be_run_is_reported(run, tmp_path):
     folder, trainer, _ = run
     model, tokenizer = load_text_model(trainer.folder)
-    with raises(ConfigError, "--tasks", "nonsense_task"):
-        run_tasks(model, tokenizer, ["nonsense_task"], include_path=tmp_path)
     long = TASKS["cities"].replace("own_cities", "long").replace("max_gen_toks: 8", "max_gen_toks: 64")
     (tmp_path / "long.yaml").write_text(long + COMMON.format(folder=folder, file="cities"))
     with raises(DataError, "max_gen_toks", 64):
@@ -177,3 +175,10 @@ def test_what_cannot_be_run_is_reported(run, tmp_path):
     with pytest.raises(DataError) as caught:
         run_tasks(model, tokenizer, ["gone"], include_path=tmp_path)
     check_message(str(caught.value), "gone", golden=False)
+
+
+@pytest.mark.slow  # reads the files of all tasks of lm-eval
+def test_an_unknown_task_is_reported(run, tmp_path):
+    model, tokenizer = load_text_model(run[1].folder)
+    with raises(ConfigError, "--tasks", "nonsense_task"):
+        run_tasks(model, tokenizer, ["nonsense_task"], include_path=tmp_path)
