@@ -103,6 +103,8 @@ def test_a_chat_is_rendered_with_the_template(tmp_path):
     expected = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
     assert chat.prompt == expected
     assert bytes(chat.encoded[1][0] + chat.encoded[1][1]).decode() == expected + "four"
+    (tmp_path / "own.jinja").write_text("{% for each in messages %}[{{ each.content }}]{% endfor %}")
+    assert asked(tmp_path, chat=True, chat_template="own.jinja").prompt == "[2 + 2?]"
     messages = [{"role": "user", "content": "2 + 2?"}]
     assert asked(tmp_path, {**ROW, "question": messages}).prompt.endswith("2 + 2?<|im_end|>\n<|im_start|>assistant\n")
 

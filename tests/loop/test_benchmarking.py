@@ -15,17 +15,32 @@ from trainwright.api.run import run_experiment
 from trainwright.benchmarks.benchmark import ConfiguredBenchmark
 from trainwright.errors import ConfigError, DataError
 
-DROPOUT = ("model.dropout=0.2", "model.type=gpt2")
+DROPOUT = ("model.dropout=0.2", "model.type=noisy.py:Noisy")
+
+NOISY = """
+import torch
+from trainwright import get_event_storage
+from trainwright.models.gpt2 import GPT2
+
+
+class Noisy(GPT2):
+    def forward(self, input_ids, **rest):
+        torch.rand(3)
+        get_event_storage().put_scalar("width", input_ids.shape[1])
+        return super().forward(input_ids, **rest)
+"""
 EVERY = ("evaluation.every_steps=1", "log.every_steps=1", "trainer.max_steps=3")
 
 
 def test_training_is_bit_identical_to_one_without_benchmarks(tmp_path):
+    (tmp_path / "noisy.py").write_text(NOISY)
     runs = {}
     for name, overrides in (("with", ()), ("without", ("evaluation.benchmarks=[]",))):
         trainer = build(tmp_path, f"name={name}", *EVERY, *DROPOUT, *overrides)
         trainer.train()
         runs[name] = trainer
     assert math_of(runs["with"]) == math_of(runs["without"])
+    assert [{line["width"] for line in lines_of(each).values()} for each in runs.values()] == [{30}, {30}]
     assert all(map(torch.equal, runs["with"].model.parameters(), runs["without"].model.parameters()))
     assert runs["with"].model.training
 

@@ -296,7 +296,7 @@ def _log_benchmarks(trainer: Trainer) -> None:
     if not trainer.benchmark_results or not trainer.ranks.is_first:
         return
     folder = results_folder(trainer.folder, trainer.step, trainer.loaded_weights)
-    logger.info("Benchmarks at step %d, of which %s has samples:", trainer.step, folder)
+    logger.info("Benchmarks at step %d (samples in %s):", trainer.step, folder)
     for line in table_lines(trainer.benchmark_results):
         logger.info("%s", line)
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from trainwright.benchmarks.benchmark import AllAgree, Benchmark
 from trainwright.benchmarks.questions import (
-    Context,
     Prompts,
     Row,
     check_settings,
@@ -25,6 +24,7 @@ from trainwright.benchmarks.questions import (
     located,
     open_rows,
     read_examples,
+    read_samples,
     text_of,
 )
 from trainwright.data.chat import turn_end
@@ -46,6 +46,7 @@ class _Task:
     """Of its row in the file, counted from 0."""
     row: Row
     prompt: str
+    is_chat: bool
     ids: list[int]
     answers: list[str]
 
@@ -169,7 +170,6 @@ class Generate(Benchmark):
         self._ignore_case, self._ignore_punctuation = ignore_case, ignore_punctuation
         self._sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         self._seed = seed
-        self._chat_template = chat_template
         self._num_fewshot, self._fewshot_path = num_fewshot, fewshot_path
         self._max_samples = max_samples
         self._project_dir = project_dir
@@ -178,22 +178,16 @@ class Generate(Benchmark):
 
     def load(self) -> list[_Task]:
         """Reads and tokenizes the prompts."""
+        self.prompts = self.prompts.with_template(self._project_dir)
         examples = read_examples(
             self._num_fewshot, self._fewshot_path, read=self._read_example, project_dir=self._project_dir
         )
-        rows = self._rows = open_rows(self.path, project_dir=self._project_dir)
-        tasks, is_chat = [], False
-        for number in range(len(rows) if self._max_samples is None else min(len(rows), self._max_samples)):
-            with located(rows, number):
-                row = rows[number]
-                shown = examples_for(self.prompts.ask(row, {}), examples, self._num_fewshot)
-                context = self.prompts.context(row, {}, shown)
-                is_chat = is_chat or context.is_chat
-                tasks.append(_Task(number, row, context.text, self._encode(context), self._answers_of(row)))
+        self._rows = open_rows(self.path, project_dir=self._project_dir)
+        tasks = read_samples(self._rows, self._max_samples, lambda number, row: self._read(number, row, examples))
         eos = self.tokenizer.eos_id
         self._stop_ids = frozenset() if eos is None else frozenset({eos})
-        if is_chat:
-            stop_ids, stop_texts = turn_end(self.tokenizer, self._chat_template)
+        if any(each.is_chat for each in tasks):
+            stop_ids, stop_texts = turn_end(self.tokenizer, self.prompts.chat_template)
             self._stop_ids |= stop_ids
             self._stop_texts += [each for each in stop_texts if each not in self._stop_texts]
         return tasks
@@ -258,8 +252,11 @@ class Generate(Benchmark):
             text = text.translate(str.maketrans("", "", string.punctuation))
         return text.strip()
 
-    def _encode(self, context: Context) -> list[int]:
-        return self.prompts.encode(context.text, is_chat=context.is_chat) or self.prompts.first_token()
+    def _read(self, number: int, row: Row, examples: Sequence[tuple[Any, str]]) -> _Task:
+        shown = examples_for(self.prompts.ask(row, {}), examples, self._num_fewshot)
+        context = self.prompts.context(row, {}, shown)
+        ids = self.prompts.encode(context.text, is_chat=context.is_chat) or self.prompts.first_token()
+        return _Task(number, row, context.text, context.is_chat, ids, self._answers_of(row))
 
     def _read_example(self, row: Row) -> tuple[Any, str]:
         return self.prompts.ask(row, {}), self._given_answers(row)[0]

@@ -21,6 +21,7 @@ from trainwright.benchmarks.questions import (
     located,
     open_rows,
     read_examples,
+    read_samples,
     text_of,
 )
 from trainwright.config.problems import describe
@@ -111,15 +112,12 @@ class MultipleChoice(Benchmark):
 
     def load(self) -> list[_Question]:
         """Reads and tokenizes the questions."""
+        self.prompts = self.prompts.with_template(self._project_dir)
         examples = read_examples(
             self._num_fewshot, self._fewshot_path, read=self._read_example, project_dir=self._project_dir
         )
-        rows = self._rows = open_rows(self.path, project_dir=self._project_dir)
-        questions = []
-        for number in range(len(rows) if self._max_samples is None else min(len(rows), self._max_samples)):
-            with located(rows, number):
-                questions.append(self._read(number, rows[number], examples))
-        return questions
+        self._rows = open_rows(self.path, project_dir=self._project_dir)
+        return read_samples(self._rows, self._max_samples, lambda number, row: self._read(number, row, examples))
 
     def check(self, model: nn.Module, samples: Sequence[_Question]) -> None:
         """Rejects a model that is no decoder, and questions that it has too few positions or embeddings for."""

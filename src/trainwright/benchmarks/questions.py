@@ -10,14 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from trainwright.config.problems import describe
 from trainwright.data.chat import Message, read_messages, render_prompt_text
+from trainwright.data.sources.chat import read_template
 from trainwright.data.sources.files import csv, json_lines
 from trainwright.data.sources.locations import Paths
 from trainwright.data.sources.parquet import parquet
@@ -28,6 +29,7 @@ from trainwright.models.generation import vocabulary_size
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][\w.]*)\}")
 
 Row = Mapping[str, Any]
+T = TypeVar("T")
 
 
 def open_rows(path: Paths, *, project_dir: str | Path | None) -> Any:
@@ -39,6 +41,15 @@ def open_rows(path: Paths, *, project_dir: str | Path | None) -> Any:
     if not len(rows):
         raise DataError(f"{path} has no rows. Add one JSON object per line.")
     return rows
+
+
+def read_samples(rows: Any, max_samples: int | None, read: Callable[[int, Row], T]) -> list[T]:
+    """Returns what `read` makes of the number and the values of each of the first rows."""
+    samples = []
+    for number in range(len(rows) if max_samples is None else min(len(rows), max_samples)):
+        with located(rows, number):
+            samples.append(read(number, rows[number]))
+    return samples
 
 
 @contextmanager
@@ -92,9 +103,16 @@ class Prompts:
     """Comes before everything else; in a chat it is the system's message."""
     is_chat: bool = False
     chat_template: str | None = None
+    """A template or, until `with_template`, a .jinja file; None: the tokenizer's own."""
     delimiter: str = " "
     """Between a prompt and its answer, except in a chat."""
     fewshot_delimiter: str = "\n\n"
+
+    def with_template(self, project_dir: str | Path | None) -> Prompts:
+        """Returns the same with the text of the chat template instead of its file."""
+        if self.chat_template is None:
+            return self
+        return replace(self, chat_template=read_template(self.chat_template, Path(project_dir or ".")))
 
     def context(self, row: Row, extra: Mapping[str, str], examples: Sequence[tuple[Any, str]]) -> Context:
         """Returns the context of a row's answer, after examples, each a `question` and its answer."""
@@ -175,10 +193,7 @@ def read_examples(
         return []
     assert path is not None
     rows = open_rows(path, project_dir=project_dir)
-    examples = []
-    for number in range(min(len(rows), num_fewshot + 1)):
-        with located(rows, number):
-            examples.append(read(rows[number]))
+    examples = read_samples(rows, num_fewshot + 1, lambda _, row: read(row))
     if len(examples) < num_fewshot:
         problem = f"{path} has {len(examples)} rows, fewer than num_fewshot, {num_fewshot}"
         raise DataError(f"{problem}. Add rows, or lower it.")

@@ -200,9 +200,10 @@ class Evaluator:
                 else:
                     values = self._evaluate_set(data, can_be_abandoned=can_be_abandoned)
                 logs.update({f"{name}/{key}": value for key, value in values.items()})
-            if ranks.is_first and any(isinstance(each, ConfiguredBenchmark) for each in sets.values()):
+            if any(isinstance(each, ConfiguredBenchmark) for each in sets.values()):
                 folder = results_folder(trainer.folder, trainer.state.step, trainer.loaded_weights)
-                write_results(folder, self.benchmark_results)
+                results = self.benchmark_results if ranks.is_first else []
+                together(ranks, lambda: write_results(folder, results) if results else None)
             # A user's own metric may differ between ranks; decisions based on it (best, stop) must not.
             logs = ranks.broadcast(logs)
         except Exception:
@@ -289,12 +290,13 @@ class Evaluator:
 
         failure: Exception | None = None
         try:
-            one_pass.run(
-                trainer.model,
-                max_batches=trainer.config.evaluation.max_batches,
-                around_batch=around_batch,
-                before_batch=before_batch,
-            )
+            with EventStorage(keeps_media=False):  # what the model puts is not of a training step
+                one_pass.run(
+                    trainer.model,
+                    max_batches=trainer.config.evaluation.max_batches,
+                    around_batch=around_batch,
+                    before_batch=before_batch,
+                )
         except Exception as error:
             if one_pass.failed_in_batch and not agreement.have_all_failed():
                 ranks.go_alone()  # the others wait in a forward for this rank's shard of the model
