@@ -224,3 +224,19 @@ evaluation: {benchmarks: [{type: multiple_choice, path: quiz.jsonl, tokenizer: b
 """
     with raises(ConfigError, "evaluation.benchmarks.0", "Bert", at="run.yaml:8"):
         build(tmp_path, text=text)
+
+
+def test_a_resumed_run_has_the_same_values(tmp_path):
+    whole = build(tmp_path, *EVERY, "name=whole")
+    whole.train()
+    build(tmp_path, *EVERY, "name=parts", "trainer.max_steps=2").train()
+    resumed = build(tmp_path, *EVERY, "name=parts")
+    assert resumed.step == 2
+    resumed.train()
+    found = [
+        {name: value for name, value in lines_of(each)[3].items() if name.startswith(("quiz", "cities", "loss"))}
+        for each in (whole, resumed)
+    ]
+    assert found[0] == found[1]
+    samples = [(each.folder / "benchmarks" / "step-00000003" / "quiz.jsonl").read_text() for each in (whole, resumed)]
+    assert samples[0] == samples[1]
