@@ -183,6 +183,9 @@ def _text_of(path: Path, shown: str) -> str:
         kind = "*.py" if path.suffix == ".py" else "*.y*ml"
         siblings = sorted(file.name for file in folder.glob(kind)) if folder.is_dir() else []
         hint = suggest(path.name, siblings) if siblings else "Check the path; it is relative to the current folder."
+        name = path.as_posix().removesuffix(".yaml")
+        if f"{name}.yaml" in _packaged_files():
+            hint = f"It is a packaged config: write a run file with `extends: {name}` and your own settings."
         raise ConfigError(f"there is no such file. {hint}", where=Origin(shown, 1)) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -234,7 +237,9 @@ def _packaged_files() -> dict[str, Path]:
 def _shown_packaged(path: Path) -> str:
     """Return the name of a packaged file in messages: without the folder of the installation."""
     folder = packaged_folder()
-    return f"trainwright/{folder.name}/{path.relative_to(folder).as_posix()}" if path.is_relative_to(folder) else str(path)
+    return (
+        f"trainwright/{folder.name}/{path.relative_to(folder).as_posix()}" if path.is_relative_to(folder) else str(path)
+    )
 
 
 def _relative_to(project_dir: Path, base: ConfigDocument) -> Node:

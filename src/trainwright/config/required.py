@@ -1,14 +1,15 @@
 """Required settings: `path: ${required:chats, such as chats.jsonl}` is set by the file that extends this one.
 
-The text after `required:` says what the setting is; what follows the last `, such as ` is an example, in YAML. A run with
-a required setting that is not set is rejected. The packaged recipes (configs/recipes/) consist of defaults and such settings.
+The text after `required:` says what the setting is; what follows the last `, such as ` is an example, in YAML. A run
+in which such a setting is not set is rejected. The packaged recipes in configs/recipes/ leave the user's choices to
+required settings.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainwright.config import yaml_text
@@ -76,6 +77,8 @@ def reject_missing(settings: Node) -> None:
     missing = list(required_settings(settings))
     if not missing:
         return
+    # As a run file is written: the model first.
+    missing.sort(key=lambda each: (each.where is None, each.where or Origin("", 0), each.path[0] != "model"))
     what = "a required setting is" if len(missing) == 1 else f"{len(missing)} required settings are"
     lines = [f"  {each.name}: {each.meaning}" for each in missing]
     example = [f"  {line}" for line in example_lines(missing)]
@@ -90,9 +93,10 @@ def example_lines(required: Iterable[Required]) -> list[str]:
     sections: dict[str, Any] = {}
     for each in required:
         below = sections
-        for key in each.path[:-1]:
-            below = below.setdefault(str(key), {})
-        below[str(each.path[-1])] = "…" if each.example is None else each.example
+        keys = list(itertools.takewhile(lambda key: isinstance(key, str), each.path))  # a list is replaced as a whole
+        for key in keys[:-1]:
+            below = below.setdefault(key, {})
+        below[keys[-1]] = "…" if each.example is None or keys != list(each.path) else each.example
     return [f"{name}: {yaml_text.write_inline(value)}" for name, value in sections.items()]
 
 
@@ -105,4 +109,3 @@ def packaged_recipes() -> tuple[Recipe, ...]:
         summary = text.partition("\n")[0].removeprefix("# ")
         found.append(Recipe(f"{RECIPES}/{path.stem}", summary, tuple(required_settings(settings)), text))
     return tuple(found)
-
