@@ -4,6 +4,7 @@ A block without a language holds commands; one with a language is a file, whose 
 what the command above shows, with … for what may differ.
 """
 
+import io
 import json
 import logging
 import re
@@ -207,13 +208,33 @@ class TalkingReader(Reader):
     """A reader who types a message into a chat, and leaves a server running while the page goes on."""
 
     server = None
+    exit_code = 0
+
+    def read_page(self, name):
+        for language, text in blocks_of((DOCS / name).read_text("utf-8")):
+            self.read([(language, text)])
+            if not language:
+                assert self.exit_code == 0, self.shown
+
+    @contextmanager
+    def until_server_ends(self):
+        try:
+            yield
+        finally:
+            if self.server is not None:
+                self.server.kill()
+                self.server.communicate()
 
     def type(self, line):
         words = line.split()
         if words[:2] == ["trainwright", "serve"]:
             command = [sys.executable, "-m", "trainwright", *shlex.split(line)[1:], "--device", "cpu"]
             self.server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            assert "http://127.0.0.1:8765/v1" in self.server.stdout.readline()
+            assert f"http://127.0.0.1:{words[-1]}/v1" in self.server.stdout.readline()
+        elif words[0] == "echo":
+            said, command = line.split(" | ")
+            self.monkeypatch.setattr(sys, "stdin", io.StringIO(shlex.split(said)[1] + "\n"))
+            super().type(command)
         elif words[:2] == ["trainwright", "chat"]:
             command = [sys.executable, "-m", "trainwright", *shlex.split(line)[1:]]
             done = subprocess.run(command, input="Hi\n/exit\n", capture_output=True, text=True, check=True)
@@ -228,17 +249,25 @@ def test_the_page_on_generation_works_from_the_first_line_to_the_last(in_tmp, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TRAINWRIGHT_SERVE_TOKEN", raising=False)
     reader = TalkingReader(monkeypatch, capfd)
-    try:
-        for language, text in blocks_of((DOCS / "generation.md").read_text("utf-8")):
-            reader.read([(language, text)])
-            if not language:
-                assert reader.exit_code == 0, reader.shown
-    finally:
-        if reader.server is not None:
-            reader.server.kill()
-            reader.server.communicate()
+    with reader.until_server_ends():
+        reader.read_page("generation.md")
     rows = [json.loads(line) for line in Path("made.jsonl").read_text("utf-8").splitlines()]
     assert [row["prompt"] for row in rows] == ["def read(", "import os"]
+
+
+RECIPE_PAGES = ("pretrain", "continue-pretraining", "sft-lora", "dpo")
+
+
+def test_the_page_from_a_base_model_to_a_chat_and_those_on_recipes_work(in_tmp, monkeypatch, capfd, tmp_path):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRAINWRIGHT_SERVE_TOKEN", raising=False)
+    reader = TalkingReader(monkeypatch, capfd)
+    with reader.until_server_ends():
+        reader.read_page("base_to_chat.md")
+    for page in ("recipes.md", *(f"recipes/{name}.md" for name in RECIPE_PAGES)):
+        if (DOCS / page).exists():
+            reader.read_page(page)
 
 
 def test_the_page_on_models_names_every_model_and_preset():
