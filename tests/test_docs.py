@@ -178,9 +178,9 @@ def test_each_error_reads_as_its_page_says(heading, reader):
 
 
 def test_the_pages_link_to_files_that_there_are():
-    for page in DOCS.glob("*.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
-            assert (DOCS / target).exists(), f"{page.name} links to {target}"
+    for page in DOCS.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 def test_the_page_on_data_works_from_the_first_line_to_the_last(reader, monkeypatch, tmp_path):
@@ -214,7 +214,7 @@ class TalkingReader(Reader):
         for language, text in blocks_of((DOCS / name).read_text("utf-8")):
             self.read([(language, text)])
             if not language:
-                assert self.exit_code == 0, self.shown
+                assert bool(self.exit_code) == ("# is rejected" in text), self.shown
 
     @contextmanager
     def until_server_ends(self):
@@ -266,8 +266,7 @@ def test_the_page_from_a_base_model_to_a_chat_and_those_on_recipes_work(in_tmp, 
     with reader.until_server_ends():
         reader.read_page("base_to_chat.md")
     for page in ("recipes.md", *(f"recipes/{name}.md" for name in RECIPE_PAGES)):
-        if (DOCS / page).exists():
-            reader.read_page(page)
+        reader.read_page(page)
 
 
 def test_the_page_on_models_names_every_model_and_preset():
