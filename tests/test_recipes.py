@@ -31,7 +31,7 @@ OVERRIDES = {
 }
 SMALL = (
     *("trainer.max_steps=4", "trainer.max_epochs=null", "trainer.global_batch_size=4", "trainer.optimizer.lr=1e-3"),
-    *("evaluation.every_steps=2", "evaluation.every_epochs=null", "evaluation.max_batches=2"),
+    *("evaluation.every_steps=2", "evaluation.every_epochs=null"),
     *("checkpoint.every_steps=2", "checkpoint.every_epochs=null", "log.every_steps=1", "writers=[json]"),
 )
 """Of all recipes: four updates, with an evaluation and a checkpoint after two."""
