@@ -93,10 +93,11 @@ def example_lines(required: Iterable[Required]) -> list[str]:
     sections: dict[str, Any] = {}
     for each in required:
         below = sections
-        keys = list(itertools.takewhile(lambda key: isinstance(key, str), each.path))  # a list is replaced as a whole
+        # A list is replaced as a whole.
+        keys = [str(key) for key in itertools.takewhile(lambda key: isinstance(key, str), each.path)]
         for key in keys[:-1]:
             below = below.setdefault(key, {})
-        below[keys[-1]] = "…" if each.example is None or keys != list(each.path) else each.example
+        below[keys[-1]] = "…" if each.example is None or len(keys) < len(each.path) else each.example
     return [f"{name}: {yaml_text.write_inline(value)}" for name, value in sections.items()]
 
 
