@@ -49,8 +49,8 @@ the resolved values. `$${` is a literal `${`. Within `{…}` and `[…]` YAML ne
 does a shell.
 
 **Required settings.** In a file that others extend, `path: ${required:the chats, such as chats.jsonl}` marks a setting
-that they set. A run in which it is not set is rejected, with the line of `extends`, the description and the example, which
-is what follows `, such as `. The packaged [recipes](recipes.md) consist of defaults and required settings.
+that they set. A run in which it is not set is rejected, with the line of `extends`, the description and the example,
+which is what follows `, such as `. The packaged [recipes](recipes.md) consist of defaults and required settings.
 
 **Removals.** `~trainer.schedule` on the command line removes a setting, so that its default applies, and `~hooks.0`
 an item of a list. In a file that extends others, the key `~schedule:` without a value does the same. A removal that

@@ -1,7 +1,7 @@
 """Draws metrics of runs as an SVG, for the pages on recipes: `python tools/draw_curve.py OUT.svg RUN PANEL …`.
 
-RUN is a run folder. A panel is a list of metrics, such as `loss,valid/loss`; all panels have the same steps. The picture
-is readable on light and dark pages.
+RUN is a run folder. A panel is a list of metrics, such as `loss,valid/loss`. The picture is readable on light and dark
+pages.
 """
 
 import json
@@ -24,7 +24,7 @@ path { fill: none; stroke-width: 2; stroke-linejoin: round; }
 }"""
 
 
-def read_points(run, metric):
+def read_points(run: str, metric: str) -> list[tuple[int, float]]:
     """Returns (step, value) of each line of the run that has the metric."""
     lines = map(json.loads, (Path(run) / "metrics.json").read_text("utf-8").splitlines())
     points = [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
@@ -33,7 +33,7 @@ def read_points(run, metric):
     return points
 
 
-def ticks(low, high, count=5):
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Returns round numbers from `low` to `high`, about `count` of them."""
     rough = (high - low or 1.0) / count
     unit = 10.0 ** math.floor(math.log10(rough))
@@ -41,7 +41,7 @@ def ticks(low, high, count=5):
     return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-def draw_panel(series, offset):
+def draw_panel(series: dict[str, list[tuple[int, float]]], offset: int) -> list[str]:
     """Returns the elements of one panel; `series` maps names to points."""
     values = [value for points in series.values() for _, value in points]
     low, high = min(values), max(values)
@@ -49,10 +49,10 @@ def draw_panel(series, offset):
     low, high = low - room, high + room
     last = max(step for points in series.values() for step, _ in points)
 
-    def x(step):
+    def x(step: float) -> float:
         return offset + LEFT + (WIDTH - LEFT - RIGHT) * step / last
 
-    def y(value):
+    def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
 
     left, right = x(0), x(last)
@@ -72,9 +72,9 @@ def draw_panel(series, offset):
     return drawn
 
 
-def draw(target, run, panels):
+def draw(target: str, run: str, panels: list[str]) -> None:
     """Writes the picture."""
-    drawn = []
+    drawn: list[str] = []
     for number, panel in enumerate(panels):
         drawn += draw_panel({name: read_points(run, name) for name in panel.split(",")}, number * WIDTH)
     size = f'width="{WIDTH * len(panels)}" height="{HEIGHT}" viewBox="0 0 {WIDTH * len(panels)} {HEIGHT}"'
