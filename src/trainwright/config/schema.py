@@ -29,6 +29,7 @@ from trainwright.config.interpolation import escape_plain, interpolate
 from trainwright.config.overrides import apply_overrides, parse_mapping, reject_removals, replace_at
 from trainwright.config.problems import Problem, describe, explain, nearest, raise_all, reject, suggest
 from trainwright.config.python_files import as_settings, as_yaml_value
+from trainwright.config.required import reject_missing
 from trainwright.config.sections import (
     BENCHMARK_NAME,
     BUILT_IN_TRAINERS,
@@ -239,6 +240,7 @@ class RunConfig(Section):
         groups = group_reader(document.project_dir)
         tree = apply_overrides(merge(to_tree(defaults, {}), document.settings), overrides, groups.expand)
         reject_removals(tree)
+        reject_missing(tree)
         tree = interpolate(tree, to_tree(cls().to_dict(), {}), untrusted_file=document.untrusted_file)
         _reject_unknown_groups(tree, document.project_dir)
         return cls._validate(replace(document, settings=tree, groups=(*document.groups, *groups.used)))
