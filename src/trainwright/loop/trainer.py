@@ -1658,6 +1658,7 @@ class Trainer:
 
     def _announce(self, path: Path | RemotePath | None) -> None:
         if path is not None:
+            self.storage.saved_step = int(path.name.removeprefix("step-"))
             self._hook_calls.call("after_save", path)
 
     # Anomalies.

@@ -1,4 +1,4 @@
-"""Curves of a run's values over its steps: as inline SVG for a page, or as a matplotlib plot.
+"""Curves of a run's values over its steps: as inline SVG, as text for a terminal, or as a matplotlib plot.
 
 The SVG has no script and no external resource. Its lines and letters have the color of the text around it
 (`currentColor`), so it is readable on light and dark pages. A curve of any length is reduced to about one minimum and
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from trainwright.config.problems import suggest
@@ -22,6 +23,7 @@ Points = Sequence[tuple[float, float]]
 COLORS = ("#3b82f6", "#f97316", "#22a06b", "#a855f7", "#e0457b", "#0ea5b7")
 """The colors of curves, with enough contrast on white and on black."""
 
+_BARS = "▁▂▃▄▅▆▇█"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 24
 _LETTER = 6.2
 """The mean width of a letter in pixels."""
@@ -63,9 +65,9 @@ def curve_svg(
     if not finite:
         return ""
     last = max(max_step or 0, *(step for step, _ in finite))
-    x_axis = _Axis(min(step for step, _ in finite), last, _LEFT, width - _RIGHT)
+    x_axis = Axis(min(step for step, _ in finite), last, _LEFT, width - _RIGHT)
     values = [value for _, value in finite]
-    y_axis = _Axis(min(values), max(values), height - _BOTTOM, _TOP, may_be_logarithmic=True)
+    y_axis = Axis(min(values), max(values), height - _BOTTOM, _TOP, may_be_logarithmic=True)
     parts = [_grid(x_axis, y_axis, width, height)]
     for number, (name, points) in enumerate(curves.items()):
         parts.append(_curve(name, points, x_axis, y_axis, color=COLORS[number % len(COLORS)], max_points=2 * width))
@@ -77,7 +79,7 @@ def curve_svg(
     )
 
 
-class _Axis:
+class Axis:
     """Maps values to pixels; widens a range without extent."""
 
     def __init__(self, low: float, high: float, start: int, stop: int, *, may_be_logarithmic: bool = False) -> None:
@@ -95,6 +97,13 @@ class _Axis:
             value, low, high = math.log10(value), math.log10(low), math.log10(high)
         return round(self._start + (value - low) / (high - low) * (self._stop - self._start), 1)
 
+    def value(self, pixel: float) -> float:
+        """Returns the value at a position."""
+        share = (pixel - self._start) / (self._stop - self._start)
+        if self.is_logarithmic:
+            return float(self.low * (self.high / self.low) ** share)
+        return self.low + (self.high - self.low) * share
+
     def ticks(self, number: int) -> list[float]:
         """Returns about this many round values in the range."""
         if self.is_logarithmic:
@@ -106,7 +115,7 @@ class _Axis:
         return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis, width: int, height: int) -> str:
+def _grid(x_axis: Axis, y_axis: Axis, width: int, height: int) -> str:
     parts = []
     for value in y_axis.ticks(4):
         y = y_axis.pixel(value)
@@ -116,11 +125,11 @@ def _grid(x_axis: _Axis, y_axis: _Axis, width: int, height: int) -> str:
         if value != int(value):
             continue
         x = x_axis.pixel(value)
-        parts.append(f'<text x="{x}" y="{height - 7}" text-anchor="middle" opacity="0.7">{_count(value)}</text>')
+        parts.append(f'<text x="{x}" y="{height - 7}" text-anchor="middle" opacity="0.7">{count_text(value)}</text>')
     return "".join(parts)
 
 
-def _curve(name: str, points: Points, x_axis: _Axis, y_axis: _Axis, *, color: str, max_points: int) -> str:
+def _curve(name: str, points: Points, x_axis: Axis, y_axis: Axis, *, color: str, max_points: int) -> str:
     """Returns a path with a gap at each value that is not finite; a single point is a dot."""
     stretches: list[list[str]] = [[]]
     for step, value in decimate(points, max_points):
@@ -150,12 +159,31 @@ def _legend(names: Sequence[str], width: int) -> str:
     return "".join(parts)
 
 
-def _count(value: float) -> str:
+def count_text(value: float) -> str:
     """Returns a number of steps, such as 500, 20k or 1.5M."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if value >= 10 * size or (value >= size and value % (size / 10) == 0):
             return f"{value / size:g}{letter}"
     return f"{value:g}"
+
+
+def sparkline(values: Sequence[float], max_columns: int | None = None) -> str:
+    """Returns values as a row of bars, the highest one full; a value that is not finite is a gap.
+
+    More values than `max_columns` are averaged.
+
+    >>> sparkline([3.0, 2.0, 1.0])
+    '█▄▁'
+    """
+    if max_columns is not None and len(values) > max_columns:
+        edges = [len(values) * number // max_columns for number in range(max_columns + 1)]
+        values = [math.fsum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[int((value - low) * scale)] if math.isfinite(value) else " " for value in values)
 
 
 def plot_curves(curves: Mapping[str, Points], names: Sequence[str], *, ax: Any = None) -> Any:
