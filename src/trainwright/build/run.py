@@ -58,6 +58,7 @@ from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.processes import facts_of
+from trainwright.progress import progress
 from trainwright.registry import resolve as registry
 from trainwright.registry.trust import MODEL_SECTIONS, reject_untrusted
 from trainwright.user_code.locations import is_user_code
@@ -480,7 +481,8 @@ def _build_models(
 
     Also returns the trainer's frozen models by name, sharded in the same way.
     """
-    model = trainer_class.build_model(build)
+    with progress("Building the model"):
+        model = trainer_class.build_model(build)
     build.take_model(model)
     build.config = _with_precision(build.config, model, backend, ranks)
     if ranks.mesh.size("pipeline") > 1:
