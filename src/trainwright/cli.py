@@ -15,6 +15,7 @@ import trainwright
 from trainwright.commands.chat import chat
 from trainwright.commands.check import check
 from trainwright.commands.checkpoints import checkpoints
+from trainwright.commands.compare import compare
 from trainwright.commands.components import components
 from trainwright.commands.config import config
 from trainwright.commands.data import data
@@ -56,6 +57,7 @@ app.command()(estimate)
 app.command()(components)
 app.command()(config)
 app.command()(runs)
+app.command()(compare)
 app.command()(checkpoints)
 
 

@@ -13,6 +13,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
+from trainwright.config import KeepBest
 from trainwright.config.problems import suggest
 from trainwright.errors import TrainwrightError
 from trainwright.safe_text import safe
@@ -23,6 +24,8 @@ Points = Sequence[tuple[float, float]]
 COLORS = ("#3b82f6", "#f97316", "#22a06b", "#a855f7", "#e0457b", "#0ea5b7")
 """The colors of curves, with enough contrast on white and on black."""
 
+_FALLING, _RISING = ("loss", "perplexity", "error"), ("accuracy", "f1", "auroc", "exact_match")
+"""Ends of names of metrics whose best value is the smallest or the largest."""
 _BARS = "▁▂▃▄▅▆▇█"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 24
 _LETTER = 6.2
@@ -165,6 +168,17 @@ def count_text(value: float) -> str:
         if value >= 10 * size or (value >= size and value % (size / 10) == 0):
             return f"{value / size:g}{letter}"
     return f"{value:g}"
+
+
+def better_mode(name: str, keep_best: KeepBest | None = None) -> str | None:
+    """Returns whether the best value of a metric is its "min" or "max", by its name or the run's policy; else None.
+
+    >>> better_mode("valid/loss"), better_mode("valid/accuracy"), better_mode("grad_norm")
+    ('min', 'max', None)
+    """
+    if keep_best is not None and name == keep_best.metric:
+        return keep_best.mode
+    return "min" if name.endswith(_FALLING) else "max" if name.endswith(_RISING) else None
 
 
 def sparkline(values: Sequence[float], max_columns: int | None = None) -> str:

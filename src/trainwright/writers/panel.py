@@ -14,7 +14,7 @@ from rich.cells import cell_len, set_cell_size
 from trainwright.config import KeepBest
 from trainwright.progress import Phase, bar_text, clock_text
 from trainwright.safe_text import safe
-from trainwright.writers.curves import Points
+from trainwright.writers.curves import Points, better_mode
 from trainwright.writers.notebook import HIDDEN, SPEEDS, CurveHistory, number_text
 from trainwright.writers.terminal_chart import chart_lines, styled
 
@@ -24,8 +24,6 @@ MIN_COLUMNS, MIN_ROWS = 100, 20
 _HEIGHT = 12
 _VALUE_COLUMNS = 42
 _BOLD, _DIM, _CYAN, _GREEN, _YELLOW = 1, 2, 36, 32, 33
-_FALLING, _RISING = ("loss", "perplexity", "error"), ("accuracy", "f1", "auroc", "exact_match")
-"""Ends of names of metrics whose best value is the smallest or the largest."""
 
 
 class Panel:
@@ -42,7 +40,7 @@ class Panel:
         self._evaluated: dict[str, tuple[int, Any]] = {}
         self._best: dict[str, tuple[int, float]] = {}
         for each, points in curves.items():
-            for step, value in points if self._mode(each) and "/" in each else ():
+            for step, value in points if better_mode(each, keep_best) and "/" in each else ():
                 self._compare(each, int(step), value)
         self._saved_step = saved_step
         self._step = 0
@@ -159,14 +157,8 @@ class Panel:
             return _cut(safe(f"{text} (best {number_text(best)} at {best_step:,})"))
         return _cut(safe(f"{text} at {step:,}{' (best)' if name in self._best else ''}"))
 
-    def _mode(self, name: str) -> str | None:
-        """Returns whether the best value of a metric is its min or max; None if that is not known."""
-        if self._keep_best is not None and name == self._keep_best.metric:
-            return self._keep_best.mode
-        return "min" if name.endswith(_FALLING) else "max" if name.endswith(_RISING) else None
-
     def _compare(self, name: str, step: int, value: float) -> None:
-        mode, best = self._mode(name), self._best.get(name)
+        mode, best = better_mode(name, self._keep_best), self._best.get(name)
         if mode is None or not math.isfinite(value):
             return
         if best is None or (value < best[1] if mode == "min" else value > best[1]):
