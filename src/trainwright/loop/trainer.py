@@ -1152,6 +1152,7 @@ class Trainer:
             # A step that was saved before it was written is written again.
             step=state.step - state.has_unfinished_step,
             is_resumed=state.step > 0,
+            backend=self.backend,
         )
         for writer in self._writers:
             writer.begin(run)
