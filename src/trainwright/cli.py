@@ -29,6 +29,7 @@ from trainwright.commands.runs import runs
 from trainwright.commands.serve import serve
 from trainwright.commands.shard import shard
 from trainwright.commands.train import train
+from trainwright.commands.watch import watch
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.log import show_log
 from trainwright.safe_text import safe
@@ -56,6 +57,7 @@ app.command()(estimate)
 app.command()(components)
 app.command()(config)
 app.command()(runs)
+app.command()(watch)
 app.command()(checkpoints)
 
 
