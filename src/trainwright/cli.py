@@ -25,6 +25,7 @@ from trainwright.commands.export import export
 from trainwright.commands.generate import generate
 from trainwright.commands.launch import launch
 from trainwright.commands.new import new
+from trainwright.commands.report import report
 from trainwright.commands.runs import runs
 from trainwright.commands.serve import serve
 from trainwright.commands.shard import shard
@@ -58,6 +59,7 @@ app.command()(components)
 app.command()(config)
 app.command()(runs)
 app.command()(watch)
+app.command()(report)
 app.command()(checkpoints)
 
 

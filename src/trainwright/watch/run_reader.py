@@ -22,6 +22,7 @@ import numpy as np
 import yaml
 
 from trainwright.checkpoint.listing import CHECKPOINTS
+from trainwright.checkpoint.retention import best_step
 from trainwright.safe_text import flat_settings, safe
 from trainwright.watch.listing import (
     CONFIG_FILE,
@@ -218,6 +219,16 @@ class RunReader:
             return self.system().curves.get(name, System().seconds)
         return self.metrics.curve(name)
 
+    def describe(self, loader: Loader | None = None) -> dict[str, Any]:
+        """Returns the names of the curves with their last and best values, the marks and the axes."""
+        self.load(loader)
+        sets, names = self.evaluation_sets(), []
+        for name in self.names():
+            mode, curve = self.best_mode(name, sets), self.curve(name)
+            best = None if mode is None else curve.best(mode)
+            names.append({"name": safe(name), "mode": mode, "last": curve.last(), "best": best})
+        return {"names": names, "sets": sets, "marks": self.marks(), "axes": self.axes()}
+
     def evaluation_sets(self) -> list[str]:
         """Returns the names of the evaluation sets, which are the prefixes of their metrics."""
         data = _section(self.raw_settings(), "data")
@@ -273,8 +284,6 @@ class RunReader:
 
     def best_checkpoint(self) -> int | None:
         """Returns the step of the best checkpoint by the run's `checkpoint.keep_best`."""
-        from trainwright.checkpoint.retention import best_step
-
         plan, metrics = self.plan(), {each.step: dict(each.metrics) for each in self.checkpoints().intact}
         if plan.best_metric is None:
             return None

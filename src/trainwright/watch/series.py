@@ -280,3 +280,24 @@ def _parse(lines: Sequence[bytes]) -> Iterable[dict[str, Any]]:
             continue
         if isinstance(each, dict):
             yield each
+
+
+def curve_json(
+    curve: Curve, points: int, *, smoothing: float = 0.0, low: float | None = None, high: float | None = None
+) -> str:
+    """Returns a curve as JSON: `x`, `y`, and with smoothing `sx`, `sy`. Six digits; what is not finite is null."""
+    drawn = curve.between(low, high).decimate(points)
+    text = f'{{"x":{_array(drawn.steps, 12)},"y":{_array(drawn.values, 6)}'
+    if smoothing > 0:
+        smooth = curve.smooth(min(smoothing, 1.0)).between(low, high).decimate(max(points // 2, 100))
+        text += f',"sx":{_array(smooth.steps, 12)},"sy":{_array(smooth.values, 6)}'
+    return text + "}"
+
+
+def _array(values: np.ndarray, digits: int) -> str:
+    pattern = f"%.{digits}g"
+    finite = np.isfinite(values)
+    texts = [pattern % value for value in values.tolist()]
+    if not finite.all():
+        texts = [text if is_finite else "null" for text, is_finite in zip(texts, finite.tolist(), strict=True)]
+    return f"[{','.join(texts)}]"

@@ -27,7 +27,7 @@ from trainwright.http_access import check_token, is_loopback, is_token, listen
 from trainwright.safe_text import json_text, safe
 from trainwright.watch.listing import find_runs, name_of
 from trainwright.watch.run_reader import Loader, RunReader
-from trainwright.watch.series import Curve
+from trainwright.watch.series import curve_json
 
 logger = logging.getLogger(__name__)
 
@@ -249,18 +249,7 @@ def _list_runs(runs: Runs, query: Mapping[str, str]) -> str:
 
 def _describe_runs(runs: Runs, query: Mapping[str, str]) -> str:
     """Answers what a page needs to lay out the curves of some runs."""
-    return json_text({run.name: describe_curves(run, runs.loader) for run in _chosen(runs, query)})
-
-
-def describe_curves(run: RunReader, loader: Loader | None = None) -> dict[str, Any]:
-    """Returns the names of a run's curves with their last and best values, its marks and its axes."""
-    run.load(loader)
-    sets, names = run.evaluation_sets(), []
-    for name in run.names():
-        mode, curve = run.best_mode(name, sets), run.curve(name)
-        best = None if mode is None else curve.best(mode)
-        names.append({"name": safe(name), "mode": mode, "last": curve.last(), "best": best, "count": len(curve.steps)})
-    return {"names": names, "sets": sets, "marks": run.marks(), "axes": run.axes()}
+    return json_text({run.name: run.describe(runs.loader) for run in _chosen(runs, query)})
 
 
 def _draw_curves(runs: Runs, query: Mapping[str, str]) -> str:
@@ -280,27 +269,6 @@ def _draw_curves(runs: Runs, query: Mapping[str, str]) -> str:
         ]
         parts.append(f"{json.dumps(run.name)}:{{{','.join(drawn)}}}")
     return f"{{{','.join(parts)}}}"
-
-
-def curve_json(
-    curve: Curve, points: int, *, smoothing: float = 0.0, low: float | None = None, high: float | None = None
-) -> str:
-    """Returns a curve as JSON: `x`, `y`, and with smoothing `sx`, `sy`. Six digits; what is not finite is null."""
-    drawn = curve.between(low, high).decimate(points)
-    text = f'{{"x":{_array(drawn.steps, 12)},"y":{_array(drawn.values, 6)}'
-    if smoothing > 0:
-        smooth = curve.smooth(min(smoothing, 1.0)).between(low, high).decimate(max(points // 2, 100))
-        text += f',"sx":{_array(smooth.steps, 12)},"sy":{_array(smooth.values, 6)}'
-    return text + "}"
-
-
-def _array(values: np.ndarray, digits: int) -> str:
-    pattern = f"%.{digits}g"
-    finite = np.isfinite(values)
-    texts = [pattern % value for value in values.tolist()]
-    if not finite.all():
-        texts = [text if is_finite else "null" for text, is_finite in zip(texts, finite.tolist(), strict=True)]
-    return f"[{','.join(texts)}]"
 
 
 def _list_settings(runs: Runs, query: Mapping[str, str]) -> str:

@@ -20,6 +20,11 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** Replaces the children of an element; those that are false or null are left out. */
+function fill(parent, ...children) {
+  parent.replaceChildren(...children.filter((each) => each != null && each !== false));
+}
+
 /** Returns a number with at most four digits: 0.3125, 1,200, 12.4M, 3e-5. */
 function numberText(value) {
   if (value == null || !Number.isFinite(value)) return "not finite";
@@ -230,7 +235,7 @@ class Plot {
     this.drawGrid(box, ranges);
     context.save();
     context.beginPath();
-    context.rect(box.left - 1, box.top - 1, box.right - box.left + 2, box.bottom - box.top + 2);
+    context.rect(box.left - 4, box.top - 4, box.right - box.left + 8, box.bottom - box.top + 5);
     context.clip();
     for (const each of this.visible) this.drawSeries(each);
     for (const each of this.visible) this.drawBest(each);
@@ -269,7 +274,7 @@ class Plot {
 
   drawSeries(each) {
     const isSmooth = each.sx && each.sx.length > 0;
-    const number = this.trace(each, each.x, each.y, isSmooth ? 0.22 : 1, isSmooth ? 1 : 1.6);
+    const number = this.trace(each, each.x, each.y, isSmooth ? 0.3 : 1, isSmooth ? 1 : 1.6);
     if (isSmooth) this.trace(each, each.sx, each.sy, 1, 1.9);
     this.drawn.push({ label: each.label, color: this.color(each.color), points: number, smooth: isSmooth });
   }
@@ -413,7 +418,7 @@ class Plot {
 
   drawLegend() {
     const { legend, series } = this.shown;
-    this.legend.replaceChildren(...legend.slice(0, 10).map(({ key, label, color, dash }) => element("button", {
+    fill(this.legend, ...legend.slice(0, 10).map(({ key, label, color, dash }) => element("button", {
       type: "button", class: "entry", "aria-pressed": String(!this.hidden.has(key)), title: `Show or hide ${label}`,
       color: color == null ? "var(--faint)" : `var(--c${color % NUM_COLORS})`, "data-dash": String(dash || 0),
       onclick: () => {
@@ -461,7 +466,7 @@ class Plot {
     }
     const at = rows.length ? rows.reduce((one, other) => (Math.abs(other.x - x) < Math.abs(one.x - x) ? other : one)).x : x;
     const prefix = { step: "step ", tokens: "", time: "" }[this.shown.axis], suffix = this.shown.axis === "tokens" ? " tokens" : "";
-    this.readout.replaceChildren(
+    fill(this.readout,
       element("div", { class: "at" }, `${prefix}${this.textX(at)}${suffix}`),
       ...rows.slice(0, 10).map((row, number) => element("div", { class: number ? "row" : "row first", color: `var(--c${row.color % NUM_COLORS})`, "data-dash": String(row.dash || 0) },
         element("span", { class: "line" }), element("span", { class: "name" }, row.label), element("b", {}, this.text(row.value)))),
@@ -568,10 +573,7 @@ function arrange(names, runs, curves, { axis, marks: shownMarks }) {
   }
   const legend = isAlone
     ? present.map((name, number) => ({ key: `name ${name}`, label: name, color: number + runs[0].color, dash: 0 }))
-    : [
-      ...(present.length > 1 ? present.map((name, number) => ({ key: `name ${name}`, label: name, color: null, dash: number })) : []),
-      ...runs.filter((run) => series.some((each) => each.keys[0] === `run ${run.name}`)).map((run) => ({ key: `run ${run.name}`, label: run.name, color: run.color, dash: 0 })),
-    ];
+    : present.map((name, number) => ({ key: `name ${name}`, label: name, color: null, dash: number })); // runs are in the list
   return { series, legend, marks, axis, unit: present.length && present.every((name) => /^system\/.*memory/.test(name)) ? "bytes" : null };
 }
 

@@ -95,7 +95,7 @@ function drawList() {
   const list = byId("list"), listed = listedRuns(), now = Date.now() / 1000;
   const focused = focusedRun(), active = document.activeElement && document.activeElement.dataset.run;
   const kind = document.activeElement && document.activeElement.tagName;
-  list.replaceChildren(...listed.map((run) => {
+  fill(list, ...listed.map((run) => {
     const isSelected = state.selected.has(run.name);
     const share = run.max_steps && run.step != null ? Math.min(run.step / run.max_steps, 1) : null;
     const steps = run.step == null ? "no step yet" : `${run.step.toLocaleString("en-US")}${run.max_steps ? ` / ${run.max_steps.toLocaleString("en-US")}` : ""}`;
@@ -134,7 +134,7 @@ function focusRun(name) {
 // The views.
 
 function drawTabs() {
-  byId("tabs").replaceChildren(...Object.entries(TABS).map(([key, title]) => element("button", {
+  fill(byId("tabs"), ...Object.entries(TABS).map(([key, title]) => element("button", {
     type: "button", role: "tab", "aria-selected": String(state.tab === key), tabindex: state.tab === key ? "0" : "-1", id: `tab-${key}`,
     onclick: () => { state.tab = key; update(); },
     onkeydown: (event) => {
@@ -158,12 +158,12 @@ function drawTools() {
   const tools = byId("tools");
   if (state.tab !== "curves") {
     const run = focusedRun();
-    tools.replaceChildren(state.tab === "settings" || !run ? "" : element("span", { class: "faint" }, "of "), state.tab === "settings" || !run ? "" : element("b", {}, run.name));
+    fill(tools, ...(state.tab === "settings" || !run ? [] : [element("span", { class: "faint" }, "of "), element("b", {}, run.name)]));
     return;
   }
   const smoothingText = () => (SMOOTHING[state.smoothing] ? `${SMOOTHING[state.smoothing] * 100} %` : "off");
   const output = element("output", {}, smoothingText());
-  tools.replaceChildren(
+  fill(tools, 
     element("label", {}, "axis", element("select", { id: "axis", onchange: (event) => { state.axis = event.target.value; state.zoom = null; update(); } },
       ...Object.entries(AXES).map(([key, title]) => element("option", { value: key, selected: state.axis === key }, title)))),
     element("label", { title: "The mean over a window of so many percent of the points" }, "smoothing", element("input", {
@@ -208,7 +208,7 @@ function drawCurves() {
   const sets = [...new Set(runs.flatMap((run) => run.described.sets))];
   if (!names.length) {
     const wanted = state.selected.size;
-    view.replaceChildren(emptyText(!state.runs.length ? "There is no run yet. Start one in another terminal:" : wanted ? "No metric has been written yet." : "Select a run on the left.", !state.runs.length && "trainwright train run.yaml"));
+    fill(view, emptyText(!state.runs.length ? "There is no run yet. Start one in another terminal:" : wanted ? "No metric has been written yet." : "Select a run on the left.", !state.runs.length && "trainwright train run.yaml"));
     plots.clear();
     tabKey = "";
     return;
@@ -219,7 +219,7 @@ function drawCurves() {
     const before = plots;
     plots = new Map();
     seen.disconnect();
-    view.replaceChildren(...sections.map(({ title, plots: own }) => element("section", { class: `group${title === "Loss" ? " wide" : ""}` }, element("h2", {}, title),
+    fill(view, ...sections.map(({ title, plots: own }) => element("section", { class: `group${title === "Loss" ? " wide" : ""}` }, element("h2", {}, title),
       element("div", { class: "grid" }, ...own.map((each) => {
         const id = `${title}/${each.title}`, known = before.get(id);
         const plot = known ? known.plot : new Plot(each.title, {
@@ -296,9 +296,9 @@ function mediaCard(kind, name, items, run, position) {
     step.textContent = `step ${item.step.toLocaleString("en-US")}`;
     slider.setAttribute("aria-valuetext", step.textContent);
     if (kind === "images") {
-      shown.replaceChildren(element("img", { src: `image?${new URLSearchParams({ run: run.name, file: item.file })}`, alt: `${name} at step ${item.step}`, class: item.width < 160 ? "small" : "" }));
-    } else if (kind === "texts") shown.replaceChildren(element("pre", {}, item.text));
-    else shown.replaceChildren(histogram(item));
+      fill(shown, element("img", { src: `image?${new URLSearchParams({ run: run.name, file: item.file })}`, alt: `${name} at step ${item.step}`, class: item.width < 160 ? "small" : "" }));
+    } else if (kind === "texts") fill(shown, element("pre", {}, item.text));
+    else fill(shown, histogram(item, run));
   };
   slider.addEventListener("input", show);
   show();
@@ -313,12 +313,12 @@ function svg(tag, attributes, ...children) {
   return made;
 }
 
-function histogram({ low, high, counts, num_values, num_not_finite, mean, deviation }) {
+function histogram({ low, high, counts, num_values, num_not_finite, mean, deviation }, run) {
   const highest = Math.max(...counts, 1), width = 100 / counts.length;
   const bars = counts.map((count, index) => svg("rect", { x: index * width + width * 0.06, y: 100 - (100 * count) / highest, width: width * 0.88, height: (100 * count) / highest }));
-  return element("div", {},
+  return element("div", { color: `var(--c${colors.get(run.name) ?? 0})` },
     svg("svg", { class: "bars", viewBox: "0 0 100 100", preserveAspectRatio: "none", role: "img", "aria-label": `from ${numberText(low)} to ${numberText(high)}` }, ...bars),
-    element("div", { class: "steps" }, element("span", {}, numberText(low)), element("span", {}, `mean ${numberText(mean)} ± ${numberText(deviation)} · ${numberText(num_values)} values${num_not_finite ? ` · ${num_not_finite} not finite` : ""}`), element("span", {}, numberText(high))));
+    element("div", { class: "steps apart" }, element("span", {}, numberText(low)), element("span", {}, `mean ${numberText(mean)} ± ${numberText(deviation)} · ${numberText(num_values)} values${num_not_finite ? ` · ${num_not_finite} not finite` : ""}`), element("span", {}, numberText(high))));
 }
 
 async function drawSettings() {
@@ -331,18 +331,18 @@ async function drawSettings() {
   const onlyDiff = element("input", { id: "only-diff", type: "checkbox", checked: beforeDiff ? beforeDiff.checked : false });
   const textOf = (run, name) => { const value = (settings[run.name] || {})[name]; return value === undefined ? "–" : String(value); };
   const body = element("tbody");
-  const fill = () => {
-    body.replaceChildren(...names.filter((name) => name.toLowerCase().includes(filter.value.toLowerCase())).map((name) => {
+  const fillBody = () => {
+    fill(body, ...names.filter((name) => name.toLowerCase().includes(filter.value.toLowerCase())).map((name) => {
       const texts = runs.map((run) => textOf(run, name)), differs = new Set(texts).size > 1;
       if (onlyDiff.checked && !differs) return null;
       return element("tr", { class: differs ? "differs" : "" }, element("th", { scope: "row", class: "mono" }, name), ...texts.map((text) => element("td", { class: "mono" }, text)));
-    }).filter(Boolean));
+    }));
     if (!body.children.length) body.append(element("tr", {}, element("td", { colspan: runs.length + 1, class: "faint" }, "All of these settings are the same.")));
   };
-  filter.addEventListener("input", fill);
-  onlyDiff.addEventListener("change", fill);
-  fill();
-  return [element("div", { class: "tools" }, filter, runs.length > 1 && element("label", {}, onlyDiff, "only differences"),
+  filter.addEventListener("input", fillBody);
+  onlyDiff.addEventListener("change", fillBody);
+  fillBody();
+  return [element("div", { class: "tools above" }, filter, runs.length > 1 && element("label", {}, onlyDiff, "only differences"),
     state.selected.size > runs.length && element("span", { class: "faint" }, `the first ${runs.length} of ${state.selected.size} runs`)),
   element("div", { class: "card scroll" }, element("table", { class: "settings" },
     element("thead", {}, element("tr", {}, element("th", {}, ""), ...runs.map((run) => element("th", { scope: "col", color: `var(--c${colors.get(run.name) ?? 0})` }, element("span", { class: "swatch" }), run.name)))), body))];
@@ -409,9 +409,9 @@ async function drawView() {
   tabKey = key;
   try {
     const content = run ? await draw(run) : [emptyText("There is no run yet.")];
-    if (tabKey === key) byId("view").replaceChildren(...content);
+    if (tabKey === key) fill(byId("view"), ...content);
   } catch (error) {
-    if (tabKey === key) { tabKey = ""; byId("view").replaceChildren(emptyText(String(error.message || error))); }
+    if (tabKey === key) { tabKey = ""; fill(byId("view"), emptyText(String(error.message || error))); }
   }
 }
 
