@@ -26,10 +26,12 @@ from trainwright.commands.export import export
 from trainwright.commands.generate import generate
 from trainwright.commands.launch import launch
 from trainwright.commands.new import new
+from trainwright.commands.report import report
 from trainwright.commands.runs import runs
 from trainwright.commands.serve import serve
 from trainwright.commands.shard import shard
 from trainwright.commands.train import train
+from trainwright.commands.watch import watch
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.log import show_log
 from trainwright.safe_text import safe
@@ -58,6 +60,8 @@ app.command()(components)
 app.command()(config)
 app.command()(runs)
 app.command()(compare)
+app.command()(watch)
+app.command()(report)
 app.command()(checkpoints)
 
 

@@ -253,9 +253,11 @@ def _reject_missing_fp8(config: RunConfig, backend: Backend) -> None:
 
 
 def _log_start(trainer: Trainer, build: Build) -> None:
-    """Logs what runs, and where."""
+    """Logs what runs, and where, and writes the summary of the model."""
     assert trainer.train_data is not None
     batch, num_parameters = trainer.context.batch_plan, _count_parameters(trainer)
+    if trainer.ranks.is_first and not trainer.is_finished:
+        run_folders.save_model_summary(trainer.folder, trainer.model, num_parameters)
     axes = " × ".join(f"{axis} {size}" for axis, size in trainer.ranks.mesh.sizes.items() if size > 1)
     processes = f"{trainer.ranks.size} processes ({axes}), " if trainer.ranks.size > 1 else ""
     logger.info(

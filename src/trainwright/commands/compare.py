@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,8 +19,9 @@ from trainwright.config import KeepBest
 from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError
 from trainwright.safe_text import flat_settings, json_text, safe
-from trainwright.writers.curves import Points, better_mode
-from trainwright.writers.terminal_chart import COLORS, chart_lines, styled
+
+if TYPE_CHECKING:
+    from trainwright.writers.curves import Points
 
 ENVIRONMENT_FILE = "environment.json"
 """As in checkpoint/run_folder.py, which imports torch. A test compares them."""
@@ -28,6 +29,7 @@ ENVIRONMENT_FILE = "environment.json"
 _OWN = ("name", "output_dir")
 """Settings that differ between any two runs."""
 _CHART_ROWS = 16
+_MAX_RUNS = 6  # as many as there are colors
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ def compare(
     """Compare runs: the settings that differ, the last and best metrics, and curves in one chart."""
     if len(runs) < 2:
         raise ConfigError(f"compare needs two or more runs; got {', '.join(runs)}.")
-    if len(runs) > len(COLORS):
-        raise ConfigError(f"compare shows at most {len(COLORS)} runs; got {len(runs)}.")
+    if len(runs) > _MAX_RUNS:
+        raise ConfigError(f"compare shows at most {_MAX_RUNS} runs; got {len(runs)}.")
     folders = [_find(run) for run in runs]
     found = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
     drawn = metric or ["loss"]
@@ -117,6 +119,8 @@ def _values(run: _Run, metric: str) -> dict[str, Any] | None:
     points = run.curves.get(metric)
     if not points:
         return None
+    from trainwright.writers.curves import better_mode
+
     found: dict[str, Any] = {"step": points[-1][0], "last": points[-1][1]}
     mode = better_mode(metric, run.keep_best)
     finite = [point for point in points if math.isfinite(point[1])]
@@ -143,6 +147,8 @@ def _show_differences(what: str, names: Sequence[str], found: Mapping[str, Seque
 
 def _draw(metric: str, runs: Sequence[_Run]) -> None:
     """Prints the chart of a metric, in the width of the terminal."""
+    from trainwright.writers.terminal_chart import COLORS, chart_lines, styled
+
     curves = {run.name: run.curves.get(metric, []) for run in runs}
     if not any(curves.values()):
         return

@@ -100,6 +100,7 @@ from trainwright.progress import progress
 from trainwright.user_code.constructors import check_constructed, reject_missing_context, reject_unknown_arguments
 from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.signatures import reject_mismatch
+from trainwright.watch.report import write_final_report
 from trainwright.writers.curves import plot_curves
 from trainwright.writers.json_lines import read_history
 from trainwright.writers.notebook import run_html
@@ -1158,6 +1159,8 @@ class Trainer:
                 # A failure to close must hide neither the run's own error nor prevent the others from closing.
                 for problem in [*hooks.call_all("close"), *call_each([each.close for each in self._writers])]:
                     logger.error("A hook or writer failed to close: %s", problem)
+            if self.ranks.is_first and not self._state.interrupted:
+                write_final_report(self.folder)
 
     def _begin_writing(self) -> None:
         """Announces the run to the writers, which exist on the first rank."""
@@ -1172,6 +1175,7 @@ class Trainer:
             # A step that was saved before it was written is written again.
             step=state.step - state.has_unfinished_step,
             is_resumed=state.step > 0,
+            backend=self.backend,
         )
         for writer in self._writers:
             writer.begin(run)

@@ -13,6 +13,8 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from trainwright.config import KeepBest
 from trainwright.config.problems import suggest
 from trainwright.errors import TrainwrightError
@@ -43,18 +45,31 @@ def decimate(points: Points, max_points: int) -> list[tuple[float, float]]:
     """
     if len(points) <= max_points:
         return list(points)
-    num_intervals = max(1, max_points // 2)
-    size = len(points) / num_intervals
-    kept: set[int] = {0, len(points) - 1}
-    for number in range(num_intervals):
-        interval = range(int(number * size), int((number + 1) * size))
-        finite = [index for index in interval if math.isfinite(points[index][1])]
-        if finite:
-            kept.add(min(finite, key=lambda index: points[index][1]))
-            kept.add(max(reversed(finite), key=lambda index: points[index][1]))
-        if len(finite) < len(interval):
-            kept.add(next(index for index in interval if not math.isfinite(points[index][1])))
-    return [points[index] for index in sorted(kept)]
+    values = np.array([value for _, value in points], float)
+    return [points[index] for index in kept_indices(values, max_points).tolist()]
+
+
+def kept_indices(values: np.ndarray, max_points: int) -> np.ndarray:
+    """Returns the indices of the values that `decimate` keeps, ascending."""
+    number = len(values)
+    if number <= max_points:
+        return np.arange(number)
+    size = -(-number // max(1, max_points // 2))  # of an interval
+    num_intervals = -(-number // size)
+    padded = np.full(num_intervals * size, np.inf)
+    is_finite = np.isfinite(values)
+    rows, starts = padded.reshape(num_intervals, size), np.arange(num_intervals) * size
+    padded[:number] = np.where(is_finite, values, np.inf)
+    lowest = starts + rows.argmin(axis=1)
+    padded[:number] = np.where(is_finite, values, -np.inf)
+    padded[number:] = -np.inf
+    highest = starts + size - 1 - rows[:, ::-1].argmax(axis=1)  # the last one, where several are the same
+    kept = np.concatenate([lowest, highest])
+    kept = kept[kept < number]
+    kept = kept[is_finite[kept]]
+    gaps = np.flatnonzero(~is_finite)
+    first_gaps = gaps[np.unique(gaps // size, return_index=True)[1]]
+    return np.unique(np.concatenate([kept, first_gaps, [0, number - 1]]))
 
 
 def curve_svg(

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainwright.backends.backend import Backend
 from trainwright.config import RunConfig
 from trainwright.events import EventStorage
 from trainwright.safe_text import flat_settings
@@ -33,6 +34,8 @@ class RunInfo:
     """The step at which training starts. Lines up to it were written by an earlier process."""
     is_resumed: bool
     """True if the run continues from a checkpoint."""
+    backend: Backend | None = None
+    """The device, for a writer that records its use."""
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
@@ -74,6 +77,6 @@ def unstored_media(storage: EventStorage, writers: Iterable[Writer], *, warned: 
             missing.add(kind)
             if kind not in warned:
                 names = ", ".join(getattr(storage, kind))
-                advice = "Add tensorboard, wandb, mlflow or trackio to writers."
+                advice = "Add json, tensorboard, wandb, mlflow or trackio to writers."
                 logger.warning("No writer of this run stores %s (%s): they are dropped. %s", kind, names, advice)
     return missing
