@@ -12,6 +12,7 @@ than two seconds leaves nothing. `BottomRows` is also where writers/console.py d
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 from trainwright.log import in_notebook, is_progress_shown
 from trainwright.safe_text import safe
@@ -30,6 +32,7 @@ LOGGED_AFTER_SECONDS, LOGGED_EVERY_SECONDS = 2.0, 60.0
 """Also the least time between the log lines of work that is repeated, such as an evaluation."""
 
 _BAR_COLUMNS = 30
+_BARS = "▁▂▃▄▅▆▇█"
 _MIN_ROWS_ABOVE = 4
 _SAVE_CURSOR, _RESTORE_CURSOR, _SCROLL_ALL, _ERASE_BELOW = "\x1b7", "\x1b8", "\x1b[r", "\x1b[J"
 
@@ -189,6 +192,25 @@ def bar_text(share: float, columns: int) -> str:
     """
     full = round(share * columns)
     return "━" * full + "─" * (columns - full)
+
+
+def sparkline(values: Sequence[float], max_columns: int | None = None) -> str:
+    """Returns values as a row of bars, the highest one full; a value that is not finite is a gap.
+
+    More values than `max_columns` are averaged.
+
+    >>> sparkline([3.0, 2.0, 1.0])
+    '█▄▁'
+    """
+    if max_columns is not None and len(values) > max_columns:
+        edges = [len(values) * number // max_columns for number in range(max_columns + 1)]
+        values = [math.fsum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return ""
+    low, high = min(finite), max(finite)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[int((value - low) * scale)] if math.isfinite(value) else " " for value in values)
 
 
 def clock_text(seconds: float) -> str:

@@ -170,14 +170,14 @@ def test_only_the_end_of_a_large_log_is_read(root, monkeypatch):
         line * 5000 + json.dumps({"step": 12, "loss": 0.25}) + "\n" + '{"step": 12, "valid/loss": 1}\n' * 3000
     )
     read = []
-    original = watched._lines_from_end
+    original = watched.lines_from_end
 
     def count(given):
         for each in original(given):
             read.append(len(each))
             yield each
 
-    monkeypatch.setattr(watched, "_lines_from_end", count)
+    monkeypatch.setattr(watched, "lines_from_end", count)
     assert state_of(root, "whole").loss == 0.25
     assert sum(read) < 100_000
 
@@ -187,7 +187,7 @@ def test_lines_come_whole_across_blocks(tmp_path, monkeypatch):
     path = tmp_path / "lines"
     lines = [b"a" * length for length in (1, 6, 7, 8, 20, 3)]
     path.write_bytes(b"\n".join(lines) + b"\n")
-    assert list(watched._lines_from_end(path)) == lines[::-1]
+    assert list(watched.lines_from_end(path)) == lines[::-1]
 
 
 def test_a_nan_is_shown(root):

@@ -21,6 +21,7 @@ import typer
 from trainwright.commands.terminal import MISSING, AsJson, age_text, show_rows
 from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.progress import sparkline
 from trainwright.safe_text import json_text, safe
 from trainwright.watch.listing import METRICS_FILE, RunSummary, find_runs, lines_from_end, summarize
 
@@ -131,8 +132,6 @@ def _sampled_values(folder: Path, metric: str) -> list[float]:
 
 
 def _row(run: _Listed, now: float, metric: str) -> tuple[str, ...]:
-    from trainwright.writers.curves import sparkline
-
     summary = run.summary
     step = MISSING if summary.step is None else str(summary.step)
     # A gap is a dot, so that `cut` finds the columns.

@@ -21,9 +21,9 @@ from rich.text import Text
 from trainwright.backends import memory_in_use
 from trainwright.events import EventStorage
 from trainwright.log import in_notebook, is_progress_shown
-from trainwright.progress import BottomRows, Phase, clock_text, phases_shown_by, stderr_terminal
+from trainwright.progress import BottomRows, Phase, clock_text, phases_shown_by, sparkline, stderr_terminal
 from trainwright.safe_text import safe
-from trainwright.writers.curves import Points, sparkline
+from trainwright.writers.curves import Points
 from trainwright.writers.json_lines import read_history
 from trainwright.writers.notebook import HIDDEN, SPEEDS, CurveHistory, NotebookDisplay, number_text, run_html
 from trainwright.writers.panel import MIN_COLUMNS, MIN_ROWS, Panel

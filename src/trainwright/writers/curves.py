@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ COLORS = ("#3b82f6", "#f97316", "#22a06b", "#a855f7", "#e0457b", "#0ea5b7")
 
 _FALLING, _RISING = ("loss", "perplexity", "error"), ("accuracy", "f1", "auroc", "exact_match")
 """Ends of names of metrics whose best value is the smallest or the largest."""
-_BARS = "▁▂▃▄▅▆▇█"
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 24
 _LETTER = 6.2
 """The mean width of a letter in pixels."""
@@ -194,25 +192,6 @@ def better_mode(name: str, keep_best: KeepBest | None = None) -> str | None:
     if keep_best is not None and name == keep_best.metric:
         return keep_best.mode
     return "min" if name.endswith(_FALLING) else "max" if name.endswith(_RISING) else None
-
-
-def sparkline(values: Sequence[float], max_columns: int | None = None) -> str:
-    """Returns values as a row of bars, the highest one full; a value that is not finite is a gap.
-
-    More values than `max_columns` are averaged.
-
-    >>> sparkline([3.0, 2.0, 1.0])
-    '█▄▁'
-    """
-    if max_columns is not None and len(values) > max_columns:
-        edges = [len(values) * number // max_columns for number in range(max_columns + 1)]
-        values = [math.fsum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]
-    finite = [value for value in values if math.isfinite(value)]
-    if len(finite) < 2:
-        return ""
-    low, high = min(finite), max(finite)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[int((value - low) * scale)] if math.isfinite(value) else " " for value in values)
 
 
 def plot_curves(curves: Mapping[str, Points], names: Sequence[str], *, ax: Any = None) -> Any:
