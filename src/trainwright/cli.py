@@ -19,6 +19,7 @@ from trainwright.commands.compare import compare
 from trainwright.commands.components import components
 from trainwright.commands.config import config
 from trainwright.commands.data import data
+from trainwright.commands.doctor import doctor
 from trainwright.commands.estimate import estimate
 from trainwright.commands.evaluate import evaluate
 from trainwright.commands.explain import explain
@@ -63,6 +64,7 @@ app.command()(compare)
 app.command()(watch)
 app.command()(report)
 app.command()(checkpoints)
+app.command()(doctor)
 
 
 def _show_version(is_requested: bool) -> None:
