@@ -49,6 +49,7 @@ class ConsoleWriter(Writer):
         self._live: Live | None = None
         self._phases = ExitStack()
         self._phase: Phase | None = None
+        self._timer: threading.Timer | None = None
         self._has_taken_rows = False
         # Phases are drawn by their own threads. Reentrant, as a signal handler may print.
         self._lock = threading.RLock()
@@ -116,6 +117,9 @@ class ConsoleWriter(Writer):
         self._phases.close()
         with self._lock:
             self._phase = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
             if self._rows is not None:
                 self._rows.close()
                 self._rows = None
@@ -177,6 +181,10 @@ class ConsoleWriter(Writer):
             self._close_live()
             if is_due:
                 self._draw_panel()
+            elif self._timer is None:  # the next line may come much later
+                self._timer = threading.Timer(self._drawn + _PANEL_SECONDS - now, self._draw_late)
+                self._timer.daemon = True
+                self._timer.start()
         else:
             if self._rows is not None:
                 self._rows.close()
@@ -184,6 +192,13 @@ class ConsoleWriter(Writer):
             self._draw_line(is_due=is_due)
         if is_due:
             self._drawn = now
+
+    def _draw_late(self) -> None:
+        """Draws values that came too soon after a drawing, in the timer's thread."""
+        with self._lock:
+            self._timer = None
+            if self._rows is not None:
+                self._show_progress(is_due=True)
 
     def _draw_panel(self) -> None:
         descriptor = self._terminal()
