@@ -20,6 +20,7 @@ from trainwright.checkpoint import listing
 from trainwright.checkpoint import run_folder as run_folders
 from trainwright.cli import app
 from trainwright.commands.terminal import age_text
+from trainwright.errors import TrainwrightError
 from trainwright.watch import listing as watched
 from trainwright.watch.listing import find_runs, summarize
 from trainwright.writers import json_lines
@@ -244,3 +245,26 @@ def test_the_names_of_files_are_those_that_a_run_writes():
 )
 def test_an_age_is_in_its_largest_unit(seconds, words):
     assert age_text(seconds) == words
+
+
+def test_runs_are_sorted_by_a_metric_and_its_curve_is_shown(root):
+    losses = {name: json.loads((root / name / "metrics.json").read_text().splitlines()[-1]) for name in RUNS}
+    order = sorted(RUNS, key=lambda name: losses[name]["valid/loss"])
+    done = CliRunner().invoke(app, ["runs", str(root), "--sort", "valid/loss"])
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert rows[0][4:6] == ["valid/loss", "curve"]
+    assert [row[0] for row in rows[1:]] == order
+    assert any(re.fullmatch("[▁▂▃▄▅▆▇█]{3}", row[5]) for row in rows[1:])
+    done = CliRunner().invoke(app, ["runs", str(root), "--sort", "valid/loss", "--reverse", "--json"])
+    assert [run["name"] for run in json.loads(done.stdout)["runs"]] == order[::-1]
+    done = CliRunner().invoke(app, ["runs", str(root), "--sort", "name"])
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == sorted(RUNS)
+
+
+def test_an_unknown_metric_names_the_closest(root):
+    error = CliRunner().invoke(app, ["runs", str(root), "--metric", "valid/los"]).exception
+    assert isinstance(error, TrainwrightError)
+    assert 'Did you mean "valid/loss"?' in str(error)
+
+
+RUNS = ("whole", "vision/half")

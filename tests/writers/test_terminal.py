@@ -64,11 +64,11 @@ def train(project, *overrides, hook, **options):
 
 def test_a_wide_terminal_shows_the_panel_below_all_other_output(project):
     terminal = train(project, hook="Noisy")
-    terminal.wait_for("step 9/12", "burst 59", "checkpoint at step")
+    terminal.wait_for("step 8/12", "burst 59")
     lines = terminal.shown().splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("── small"))
     assert head == 28  # the last 12 of 40
-    assert "75%" in lines[head + 1]
+    assert "67%" in lines[head + 1]
     assert "━" in lines[head + 1]
     panel = "\n".join(lines[head:])
     assert re.search(r"loss [\d.]+", panel)
@@ -126,7 +126,8 @@ def test_a_panel_can_be_turned_off(project):
 def test_quiet_runs_and_pipes_have_no_control_characters(project):
     terminal = command("train", "run.yaml", "-q", "writers=[console, json]", "trainer.max_steps=3", cwd=project)
     assert terminal.wait() == 0
-    assert terminal.raw == b""
+    assert b"\x1b" not in terminal.raw
+    assert b"step 3" not in terminal.raw
     done = run_command("train", "run.yaml", "writers=[console, json]", "name=other", cwd=project)
     assert done.returncode == 0
     assert "step 12/12  loss" in done.stderr
