@@ -51,7 +51,7 @@ function secondsText(value) {
 function bytesText(value) {
   if (value == null || !Number.isFinite(value)) return "not finite";
   for (const [unit, letter] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
-    if (Math.abs(value) >= unit) return `${Number((value / unit).toPrecision(3))} ${letter}`;
+    if (Math.abs(value) >= unit) return `${Number((value / unit).toPrecision(4))} ${letter}`;
   }
   return `${Math.round(value)} B`;
 }
