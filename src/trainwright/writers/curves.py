@@ -55,7 +55,7 @@ def kept_indices(values: np.ndarray, max_points: int) -> np.ndarray:
     gaps = np.flatnonzero(~is_finite)
     first_gaps = gaps[np.unique(gaps // size, return_index=True)[1]]
     padded, starts = np.empty(num_intervals * size), np.arange(num_intervals) * size
-    rows, kept = padded.reshape(num_intervals, size), [first_gaps, [0, number - 1]]
+    rows, kept = padded.reshape(num_intervals, size), [first_gaps, np.array([0, number - 1])]
     for worst, find in ((np.inf, rows.argmin), (-np.inf, rows.argmax)):
         padded[:number], padded[number:] = values, worst
         padded[gaps] = worst
