@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -82,8 +82,8 @@ def read_plan(path: Path) -> RunPlan:
     except TrainwrightError as error:
         return RunPlan(problem=f"its settings cannot be read: {error}")
     best = config.checkpoint.keep_best
-    metric, mode = (best.metric, best.mode) if best is not None else (None, "min")
-    return RunPlan(config.trainer.max_steps, config.log.every_steps, metric, mode)
+    plan = RunPlan(config.trainer.max_steps, config.log.every_steps)
+    return plan if best is None else replace(plan, best_metric=best.metric, best_mode=best.mode)
 
 
 def summarize(path: Path, folder: Path, *, now: float | None = None) -> RunSummary:

@@ -20,7 +20,7 @@ import numpy as np
 
 from trainwright.config import RunConfig
 from trainwright.safe_text import flat_settings, json_text, safe
-from trainwright.watch.listing import METRICS_FILE
+from trainwright.watch.listing import FINISHED, METRICS_FILE, RUNNING
 from trainwright.watch.run_reader import SYSTEM_PREFIX, RunReader
 from trainwright.watch.series import Curve, curve_json
 from trainwright.writers.curves import curve_svg
@@ -94,7 +94,10 @@ class _Facts:
         run = self.summary
         step = "no step" if run.step is None else f"step {run.step:,}"
         of = f" of {run.max_steps:,}" if run.max_steps else ""
-        return f"{run.state.rstrip('?')}, {step}{of}"
+        has_ended = run.step is not None and run.max_steps is not None and run.step >= run.max_steps
+        # A run without checkpoints counts as running for a while after its end.
+        state = FINISHED if has_ended and run.state == RUNNING else run.state.rstrip("?")
+        return f"{state}, {step}{of}"
 
     def metrics(self) -> list[tuple[str, str, str]]:
         """Returns name, last value and best value of each metric; evaluation metrics come first."""

@@ -48,6 +48,7 @@ _INLINE_BYTES = 2**21
 _MAX_FILE = 2**22  # of a small file
 _MAX_LOG = 2**17  # of the log per request
 _MAX_SETTINGS = 5000
+_MAX_DEPTH = 50  # of nested settings
 _MAX_ANOMALIES = 200
 _MAX_MAP_POINTS = 400  # of the maps from steps to seconds and tokens
 _IMAGE_NAME = re.compile(r"\d{8,}-\d+\.png")
@@ -150,23 +151,23 @@ class RunReader:
 
     def _read_settings(self) -> dict[str, Any]:
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # validating all settings takes twenty times as long
+        text, depth = self.read_text(CONFIG_FILE), 0
         try:
-            found = yaml.load(self.read_text(CONFIG_FILE), loader)
+            # Saved settings have no aliases, which may multiply without bound, and libyaml crashes the process for
+            # thousands of nested brackets.
+            for event in yaml.parse(text, loader):
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if depth > _MAX_DEPTH or isinstance(event, yaml.AliasEvent):
+                    return {}
+            found = yaml.load(text, loader)
         except (yaml.YAMLError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings as flat names and values; secrets are masked."""
-        flat: dict[str, Any] = {}
-        try:
-            for name, value in flat_settings(self.raw_settings()).items():
-                flat[safe(name)] = safe(value) if isinstance(value, str) else value
-                if len(flat) >= _MAX_SETTINGS:
-                    break
-        except RecursionError:
-            return {}
-        return flat
+        flat = list(flat_settings(self.raw_settings()).items())[:_MAX_SETTINGS]
+        return {safe(name): safe(value) if isinstance(value, str) else value for name, value in flat}
 
     def environment(self) -> dict[str, str]:
         """Returns the versions and hardware of the last start."""

@@ -7,9 +7,11 @@ page draws: extremes per pixel, and a moving mean.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +32,7 @@ _MAX_TEXT = 20_000  # characters
 _TAIL = 64  # bytes before the position, which are compared to detect another file with the same inode
 _NUMBERS = {int, float, type(None)}
 _SAMPLE_BYTES = 4096
+_MAX_STEP = 2**53  # larger integers are not exact as floats
 
 
 @dataclass(frozen=True)
@@ -81,24 +84,27 @@ class Curve:
 
 
 class _Table:
-    """The lines that have the same names: a growing matrix of [lines, step and values]."""
+    """The lines that have the same names: a growing matrix of [step and values, lines]."""
 
     def __init__(self, num_columns: int) -> None:
-        self._cells = np.empty((16, num_columns))
+        self._cells = np.empty((num_columns, 16))
         self.num_lines = 0
 
     def extend(self, rows: Sequence[Sequence[float | None]]) -> None:
-        added = np.array(rows, dtype=float)  # None is NaN
+        try:
+            added = np.array(rows, dtype=float)  # None is NaN
+        except OverflowError:  # an integer that is too large for a float
+            added = np.array([[_as_float(value) for value in row] for row in rows])
         needed = self.num_lines + len(added)
-        if needed > len(self._cells):
-            grown = np.empty((max(needed, 2 * len(self._cells)), self._cells.shape[1]))
-            grown[: self.num_lines] = self._cells[: self.num_lines]
+        if needed > self._cells.shape[1]:
+            grown = np.empty((len(self._cells), max(needed, 3 * self._cells.shape[1] // 2)))
+            grown[:, : self.num_lines] = self._cells[:, : self.num_lines]
             self._cells = grown
-        self._cells[self.num_lines : needed] = added
+        self._cells[:, self.num_lines : needed] = added.T
         self.num_lines = needed
 
     def column(self, number: int) -> np.ndarray:
-        return self._cells[: self.num_lines, number]
+        return self._cells[number, : self.num_lines]
 
 
 class MetricsFile:
@@ -140,7 +146,7 @@ class MetricsFile:
         """Reads what was added, at most about `max_bytes`; returns True if there is more."""
         with self._lock:
             try:
-                with self.path.open("rb") as file:
+                with self._open() as file:
                     return self._read(file, max_bytes)
             except OSError:  # no run has written it yet, or its folder was deleted
                 if self._tables or self._texts:
@@ -148,6 +154,14 @@ class MetricsFile:
                     self._reset()
                     self.version = version + 1
                 return False
+
+    def _open(self) -> BinaryIO:
+        """Opens the file, not what a link points to, which may be anywhere, nor a device, which may have no end."""
+        file = os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "not a regular file")
+        return file
 
     def _read(self, file: BinaryIO, max_bytes: int | None) -> bool:
         status = os.fstat(file.fileno())
@@ -187,7 +201,7 @@ class MetricsFile:
             self._reset()
             lines = []
             try:
-                with self.path.open("rb") as file:
+                with self._open() as file:
                     size = file.seek(0, 2)
                     for number in range(num_lines):
                         file.seek(max(number * size // num_lines, 0))
@@ -205,7 +219,7 @@ class MetricsFile:
         by_names: dict[tuple[str, ...], list[list[Any]]] = {}
         for line in _parse(lines):
             step = line.pop("step", None)
-            if type(step) not in (int, float) or not math.isfinite(step):
+            if type(step) not in (int, float) or not abs(step) < _MAX_STEP:
                 continue
             values = line
             if not set(map(type, line.values())) <= _NUMBERS:
@@ -216,11 +230,7 @@ class MetricsFile:
                 continue
             by_names.setdefault(names, []).append([step, *values.values()])
         for names, rows in by_names.items():
-            table = self._tables.setdefault(names, _Table(1 + len(names)))
-            try:
-                table.extend(rows)
-            except OverflowError:  # an integer that no float can represent
-                continue
+            self._tables.setdefault(names, _Table(1 + len(names))).extend(rows)
         self._merged = {}
         self.version += 1
 
@@ -247,10 +257,9 @@ class MetricsFile:
                     (table.column(0), table.column(1 + names.index(name)))
                     for names, table in self._tables.items()
                     if name in names
-                ]
-                steps = np.concatenate([each[0] for each in found]) if found else np.zeros(0)
-                values = np.concatenate([each[1] for each in found]) if found else np.zeros(0)
-                if (np.diff(steps) <= 0).any():
+                ] or [(np.zeros(0), np.zeros(0))]
+                steps, values = found[0] if len(found) == 1 else map(np.concatenate, zip(*found, strict=True))
+                if (steps[1:] <= steps[:-1]).any():
                     order = np.argsort(steps, kind="stable")
                     order = order[np.append(np.diff(steps[order]) > 0, True)]
                     steps, values = steps[order], values[order]
@@ -261,6 +270,13 @@ class MetricsFile:
         """Returns the newest values that are not numbers, by name, with their steps."""
         with self._lock:
             return {name: list(values) for name, values in self._texts.items()}
+
+
+def _as_float(value: float | None) -> float:
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _parse(lines: Sequence[bytes]) -> Iterable[dict[str, Any]]:

@@ -47,7 +47,7 @@ SECURITY_HEADERS: Mapping[str, str] = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-MAX_POINTS = 40_000
+MAX_POINTS = 20_000
 """The points of all curves in one answer; a curve has between 100 and 1500 of them."""
 _MAX_NAMES = 200
 _SCAN_SECONDS = 1.0

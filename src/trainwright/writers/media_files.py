@@ -58,18 +58,17 @@ class MediaFiles:
             self._folder.mkdir(exist_ok=True)
             self._entries = read_index(self._folder / INDEX_FILE)
         known = {(each["kind"], each["name"]) for each in self._entries}
-        added = []
-        for kind, values in (("image", images), ("histogram", histograms)):
-            for number, (name, value) in enumerate(values.items()):
-                if (kind, name) not in known and len(known) >= MAX_NAMES:
-                    self._warn(f"There are more than {MAX_NAMES} images and histograms: {name} and others are dropped.")
-                    continue
-                known.add((kind, name))
-                entry = {"step": step, "kind": kind, "name": name}
-                if isinstance(value, Histogram):
-                    added.append({**entry, **_histogram_facts(value)})
-                else:
-                    added.append({**entry, **self._write_image(f"{step:08d}-{number}.png", value)})
+        added, entries = [], list[tuple[str, str, Any]]()
+        entries += [("image", name, image) for name, image in images.items()]
+        entries += [("histogram", name, histogram) for name, histogram in histograms.items()]
+        for number, (kind, name, value) in enumerate(entries):
+            if (kind, name) not in known and len(known) >= MAX_NAMES:
+                self._warn(f"There are more than {MAX_NAMES} images and histograms: {name} and others are dropped.")
+                continue
+            known.add((kind, name))
+            is_histogram = isinstance(value, Histogram)
+            facts = _histogram_facts(value) if is_histogram else self._write_image(f"{step:08d}-{number}.png", value)
+            added.append({"step": step, "kind": kind, "name": name, **facts})
         with (self._folder / INDEX_FILE).open("a", encoding="utf-8") as file:
             file.writelines(json_text(entry) + "\n" for entry in added)
         self._entries += added
@@ -148,7 +147,8 @@ def shrink(pixels: np.ndarray) -> np.ndarray:
     rows, columns = min(factor, height), min(factor, width)
     whole = pixels[: height // rows * rows, : width // columns * columns]
     blocks = whole.reshape(height // rows, rows, width // columns, columns, channels)
-    return np.round(blocks.mean(axis=(1, 3))).astype(np.uint8)
+    means: np.ndarray = np.round(blocks.mean(axis=(1, 3)))
+    return means.astype(np.uint8)
 
 
 def png_bytes(pixels: np.ndarray) -> bytes:

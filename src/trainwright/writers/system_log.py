@@ -69,7 +69,7 @@ class SystemLog:
 def _memory(backend: Backend) -> dict[str, float]:
     """Returns bytes of main memory and of the device, and the share of time in which the device was busy."""
     host, device = host_memory.facts(), backend.memory()
-    found = {"memory": host.in_use, "memory_available": host_memory.room()}
+    found: dict[str, float | None] = {"memory": host.in_use, "memory_available": host_memory.room()}
     if device.reserved is not None:  # a device with memory of its own
         found |= {
             "device_memory": device.in_use,

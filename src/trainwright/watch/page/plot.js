@@ -51,7 +51,7 @@ function secondsText(value) {
 function bytesText(value) {
   if (value == null || !Number.isFinite(value)) return "not finite";
   for (const [unit, letter] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
-    if (Math.abs(value) >= unit) return `${Number((value / unit).toPrecision(3))} ${letter}`;
+    if (Math.abs(value) >= unit) return `${Number((value / unit).toPrecision(4))} ${letter}`;
   }
   return `${Math.round(value)} B`;
 }
@@ -115,7 +115,7 @@ function logTicks(low, high) {
  * One plot. `show` receives what it draws:
  *   series: [{ keys, label, color, dash, x, y, sx, sy, best, unit }]  color: 0 to 9, keys: names of the legend that hide it
  *   marks: [{ kind, x, text }]; legend: [{ key, label, color, dash }]; unit: "bytes" or null
- *   log, clip: of the y-axis; view: [low, high] of x or null; axis: "step", "time" or "tokens"
+ *   log, clip: of the y-axis; view: [low, high] of x or null, then extent; axis: "step", "time" or "tokens"
  */
 class Plot {
   constructor(title, { onZoom = () => {}, onHover = () => {} } = {}) {
@@ -170,7 +170,7 @@ class Plot {
     for (const { x } of this.visible) {
       if (x.length) { lowX = Math.min(lowX, x[0]); highX = Math.max(highX, x[x.length - 1]); }
     }
-    if (view) [lowX, highX] = view;
+    if (view || this.shown.extent) [lowX, highX] = view || this.shown.extent;
     if (!(lowX <= highX)) return null;
     if (lowX === highX) { lowX -= 0.5; highX += 0.5; }
     const values = [];
@@ -548,22 +548,24 @@ class Plot {
  */
 function arrange(names, runs, curves, { axis, marks: shownMarks }) {
   const series = [], marks = [];
+  let last = 0; // all plots have the same range of x, so that a step is at the same place in each
   const present = names.filter((name) => runs.some((run) => curves[run.name] && curves[run.name][name]));
   const isAlone = runs.length === 1;
   for (const run of runs) {
     const map = axis === "step" ? null : run.described.axes[axis === "time" ? "seconds" : "tokens"];
     if (axis !== "step" && !map) continue;
     const convert = map ? (step) => interpolate(map[0], map[1], step) : (step) => step;
+    last = Math.max(last, ...run.described.names.map((each) => (each.last ? convert(each.last[0]) : 0)));
     const facts = new Map(run.described.names.map((each) => [each.name, each]));
     present.forEach((name, number) => {
       const curve = (curves[run.name] || {})[name];
       if (!curve) return;
-      const { best, last } = facts.get(name) || {};
+      const { best, last: latest } = facts.get(name) || {};
       series.push({
         keys: [`run ${run.name}`, `name ${name}`], label: isAlone ? name : present.length > 1 ? `${run.name} · ${name}` : run.name,
         color: isAlone ? number + run.color : run.color, dash: isAlone ? 0 : number,
         x: curve.x.map(convert), y: curve.y, sx: curve.sx ? curve.sx.map(convert) : null, sy: curve.sy,
-        best: best && best[1] != null ? { x: convert(best[0]), y: best[1] } : null, last: last ? last[1] : null,
+        best: best && best[1] != null ? { x: convert(best[0]), y: best[1] } : null, last: latest ? latest[1] : null,
       });
     });
     for (const mark of run.described.marks) {
@@ -574,7 +576,7 @@ function arrange(names, runs, curves, { axis, marks: shownMarks }) {
   const legend = isAlone
     ? present.map((name, number) => ({ key: `name ${name}`, label: name, color: number + runs[0].color, dash: 0 }))
     : present.map((name, number) => ({ key: `name ${name}`, label: name, color: null, dash: number })); // runs are in the list
-  return { series, legend, marks, axis, unit: present.length && present.every((name) => /^system\/.*memory/.test(name)) ? "bytes" : null };
+  return { series, legend, marks, axis, extent: last ? [0, last] : null, unit: present.length && present.every((name) => /^system\/.*memory/.test(name)) ? "bytes" : null };
 }
 
 /** Returns the sections of plots for these names: [{ title, plots: [{ title, names }] }]. */

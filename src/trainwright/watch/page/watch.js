@@ -251,11 +251,13 @@ function fillPlots() {
       continue;
     }
     entry.key = key;
+    entry.isWaiting = true;
     ask("api/curves", query).then((curves) => {
       if (entry.key !== key) return; // a later request
       entry.curves = curves;
+      entry.isWaiting = false;
       entry.plot.show({ ...look, view: state.zoom, ...arrangement() });
-    }, () => { entry.key = ""; });
+    }, () => { entry.key = ""; entry.isWaiting = false; });
   }
 }
 
