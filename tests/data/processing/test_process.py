@@ -426,7 +426,10 @@ def test_what_works_on_rows_can_travel_to_a_spawned_worker():
 
 
 def test_progress_is_told_with_workers_too(run, caplog, monkeypatch):
-    monkeypatch.setattr(process, "_REPORT_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("trainwright.progress.LOGGED_AFTER_SECONDS", 0.0)
     with caplog.at_level(logging.INFO, "trainwright"):
         run(encode, num_workers=2)
-    assert any("encode: 5 of 10 rows, " in message for message in caplog.messages)
+    assert any(
+        message.startswith("Processing rows with encode: done") and message.endswith("(10 rows).")
+        for message in caplog.messages
+    )
