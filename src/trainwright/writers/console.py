@@ -29,8 +29,8 @@ from trainwright.writers.notebook import HIDDEN, SPEEDS, CurveHistory, NotebookD
 from trainwright.writers.panel import MIN_COLUMNS, MIN_ROWS, Panel
 from trainwright.writers.writer import RunInfo, Writer
 
-_PANEL_SECONDS, _LINE_SECONDS = 0.3, 0.1
-"""The least time between two drawings: the panel takes about two milliseconds, the line half a millisecond."""
+_PANEL_SECONDS, _LINE_SECONDS = 0.5, 0.1
+"""The least time between two drawings: the panel takes about four milliseconds, the line half a millisecond."""
 
 
 class ConsoleWriter(Writer):

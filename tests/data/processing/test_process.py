@@ -3,8 +3,8 @@
 import logging
 import os
 import pickle
-import re
 import random
+import re
 import signal
 import time
 from functools import partial
