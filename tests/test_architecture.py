@@ -25,12 +25,13 @@ SOURCES = {
 ROWS = (
     ("safe_text",),
     ("errors", "log", "tracebacks"),
-    ("config", "user_code"),
+    ("progress",),
+    ("config", "user_code", "http_access"),
     ("registry",),
     ("backends", "events"),
     ("models", "data", "parallel"),
     ("writers", "memory", "optim", "checkpoint", "benchmarks"),
-    ("compile", "anomaly"),
+    ("compile", "anomaly", "watch"),
     ("loop",),
     ("trainers", "hooks", "autotune"),
     ("build",),
@@ -229,8 +230,8 @@ def test_every_function_is_annotated():
     assert bare == []
 
 
-def test_module_globals_are_constants_the_logger_and_the_two_stacks():
-    allowed = {"logger", "app", "_stack", "_registered", "_other_projects", "_update_parameters"}
+def test_module_globals_are_constants_the_logger_the_two_stacks_and_the_terminal():
+    allowed = {"_status", "logger", "app", "_stack", "_registered", "_other_projects", "_update_parameters"}
     mutable = []
     for file, tree in SOURCES.items():
         for node in tree.body:

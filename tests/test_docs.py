@@ -367,6 +367,18 @@ def test_the_page_on_logging_works_from_the_first_line_to_the_last(in_tmp, monke
     assert relayed == [5, 10, 15, 20, 25, 30]
 
 
+def test_the_page_on_the_terminal_works_from_the_first_line_to_the_last(reader):
+    pytest.importorskip("sklearn")
+    for block in blocks_of((DOCS / "terminal.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    reader.type("python count.py")
+    assert reader.exit_code == 0
+    reader.type("trainwright compare digits faster")
+    assert re.search(r"trainer\.optimizer\.lr +0\.001 +0\.01", reader.shown)
+
+
 def test_the_page_on_logging_names_every_writer():
     page = (DOCS / "logging.md").read_text("utf-8")
     assert [name for name in BUILT_INS["writer"] if f"| `{name}` |" not in page] == []

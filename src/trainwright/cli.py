@@ -15,9 +15,11 @@ import trainwright
 from trainwright.commands.chat import chat
 from trainwright.commands.check import check
 from trainwright.commands.checkpoints import checkpoints
+from trainwright.commands.compare import compare
 from trainwright.commands.components import components
 from trainwright.commands.config import config
 from trainwright.commands.data import data
+from trainwright.commands.doctor import doctor
 from trainwright.commands.estimate import estimate
 from trainwright.commands.evaluate import evaluate
 from trainwright.commands.explain import explain
@@ -25,12 +27,14 @@ from trainwright.commands.export import export
 from trainwright.commands.generate import generate
 from trainwright.commands.launch import launch
 from trainwright.commands.new import new
+from trainwright.commands.report import report
 from trainwright.commands.runs import runs
 from trainwright.commands.serve import serve
 from trainwright.commands.shard import shard
 from trainwright.commands.sweep import sweep
 from trainwright.commands.train import train
 from trainwright.commands.tune import app as tune
+from trainwright.commands.watch import watch
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.log import show_log
 from trainwright.safe_text import safe
@@ -60,7 +64,11 @@ app.command()(estimate)
 app.command()(components)
 app.command()(config)
 app.command()(runs)
+app.command()(compare)
+app.command()(watch)
+app.command()(report)
 app.command()(checkpoints)
+app.command()(doctor)
 
 
 def _show_version(is_requested: bool) -> None:

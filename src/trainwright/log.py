@@ -184,11 +184,12 @@ def outlive_console() -> Iterator[None]:
         stream = getattr(sys, name)
         if type(stream) is not io.TextIOWrapper or _descriptor(stream) != descriptor:
             continue
-        if isinstance(getattr(stream.buffer, "raw", None), _ConsoleFile):
+        if _console_file(stream) is not None:
             continue  # an enclosing context
         file = _ConsoleFile(name, descriptor)
         replaced = io.TextIOWrapper(
-            io.BufferedWriter(file),
+            # With `python -u` the stream has no buffer, and prints are shown at once.
+            file if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(file),
             encoding=stream.encoding,
             errors=stream.errors,
             line_buffering=stream.line_buffering,
@@ -207,8 +208,15 @@ def outlive_console() -> Iterator[None]:
             current = getattr(sys, name)
             current.flush()
             file.finish()
-            if getattr(getattr(current, "buffer", None), "raw", None) is file:
+            if _console_file(current) is file:
                 setattr(sys, name, stream)
+
+
+def _console_file(stream: Any) -> _ConsoleFile | None:
+    """Returns the file of a stream that `outlive_console` has replaced."""
+    buffer = getattr(stream, "buffer", None)
+    file = getattr(buffer, "raw", buffer)
+    return file if isinstance(file, _ConsoleFile) else None
 
 
 def _descriptor(stream: TextIO) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MASK = "***"
@@ -21,6 +21,8 @@ _QUERY = re.compile(
     re.IGNORECASE,
 )
 _MASKED = re.compile(rf"(?:[:/]{re.escape(MASK)}@|[?&;#][\w.%-]+={re.escape(MASK)}(?:[&;#]|$))")
+_SECRET = re.compile(r"(^|_)token$|secret|passw|credential|(api|access|private)_?key|webhook", re.IGNORECASE)
+_TEXT_TOKEN = re.compile(r"(bos|eos|pad|mask|unk|sep|cls|image|start|end)_token", re.IGNORECASE)
 # All but tab and line feed; a carriage return overwrites its line, and the last ones change the order of letters.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
@@ -76,3 +78,33 @@ def json_text(value: Any, **options: Any) -> str:
         return item if is_known or default is None else walk(default(item))
 
     return json.dumps(walk(value), allow_nan=False, **options)
+
+
+def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested settings as flat names and plain values, with *** for values whose name is that of a secret.
+
+    Settings that are None are left out.
+
+    >>> flat_settings({"trainer": {"lr": 0.1, "api_key": "abc"}, "seed": None})
+    {'trainer.lr': 0.1, 'trainer.api_key': '***'}
+    """
+    return dict(_flat(settings, ""))
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _flat(item, f"{name}.{index}")
+    elif isinstance(value, str) and _is_secret(name.rpartition(".")[2]):
+        yield name, MASK
+    elif isinstance(value, bool | int | float | str):
+        yield name, value
+    elif value is not None and value != [] and value != ():
+        yield name, json.dumps(value, default=str)
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET.search(name) is not None and _TEXT_TOKEN.fullmatch(name) is None

@@ -341,7 +341,8 @@ def test_a_run_folder_has_the_documented_files(tmp_path):
 
     run_experiment(load(tmp_path))
     names = {path.name for path in (tmp_path / "small").iterdir()}
-    assert names == {"config.yaml", "environment.json", "log.txt", "metrics.json", "checkpoints", ".lock"}
+    written = {"log.txt", "metrics.json", "system.json", "checkpoints", "report.html"}
+    assert names == {"config.yaml", "environment.json", "model.json", ".lock", *written}
     assert "Finished at step 2." in (tmp_path / "small" / "log.txt").read_text()
 
 

@@ -19,9 +19,10 @@ from trainwright import RunConfig, Trainer, build_trainer
 from trainwright.checkpoint import listing
 from trainwright.checkpoint import run_folder as run_folders
 from trainwright.cli import app
-from trainwright.commands import runs as command
-from trainwright.commands.runs import find_runs, summarize
 from trainwright.commands.terminal import age_text
+from trainwright.errors import TrainwrightError
+from trainwright.watch import listing as watched
+from trainwright.watch.listing import find_runs, summarize
 from trainwright.writers import json_lines
 
 RUN = str(Path(__file__).parents[1] / "project" / "run.yaml")
@@ -170,24 +171,24 @@ def test_only_the_end_of_a_large_log_is_read(root, monkeypatch):
         line * 5000 + json.dumps({"step": 12, "loss": 0.25}) + "\n" + '{"step": 12, "valid/loss": 1}\n' * 3000
     )
     read = []
-    original = command._lines_from_end
+    original = watched.lines_from_end
 
     def count(given):
         for each in original(given):
             read.append(len(each))
             yield each
 
-    monkeypatch.setattr(command, "_lines_from_end", count)
+    monkeypatch.setattr(watched, "lines_from_end", count)
     assert state_of(root, "whole").loss == 0.25
     assert sum(read) < 100_000
 
 
 def test_lines_come_whole_across_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_BLOCK", 7)
+    monkeypatch.setattr(watched, "_BLOCK", 7)
     path = tmp_path / "lines"
     lines = [b"a" * length for length in (1, 6, 7, 8, 20, 3)]
     path.write_bytes(b"\n".join(lines) + b"\n")
-    assert list(command._lines_from_end(path)) == lines[::-1]
+    assert list(watched.lines_from_end(path)) == lines[::-1]
 
 
 def test_a_nan_is_shown(root):
@@ -225,10 +226,10 @@ def test_nothing_is_changed_and_torch_is_not_imported(root):
 
 
 def test_the_names_of_files_are_those_that_a_run_writes():
-    assert command.CONFIG_FILE == run_folders.CONFIG_FILE
-    assert command.LOG_FILE == run_folders.LOG_FILE
+    assert watched.CONFIG_FILE == run_folders.CONFIG_FILE
+    assert watched.LOG_FILE == run_folders.LOG_FILE
     assert listing.CHECKPOINTS == run_folders.CHECKPOINTS
-    assert command.METRICS_FILE == json_lines.FILE_NAME
+    assert watched.METRICS_FILE == json_lines.FILE_NAME
 
 
 @pytest.mark.parametrize(
@@ -244,3 +245,26 @@ def test_the_names_of_files_are_those_that_a_run_writes():
 )
 def test_an_age_is_in_its_largest_unit(seconds, words):
     assert age_text(seconds) == words
+
+
+def test_runs_are_sorted_by_a_metric_and_its_curve_is_shown(root):
+    losses = {name: json.loads((root / name / "metrics.json").read_text().splitlines()[-1]) for name in RUNS}
+    order = sorted(RUNS, key=lambda name: losses[name]["valid/loss"])
+    done = CliRunner().invoke(app, ["runs", str(root), "--sort", "valid/loss"])
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert rows[0][4:6] == ["valid/loss", "curve"]
+    assert [row[0] for row in rows[1:]] == order
+    assert any(re.fullmatch("[▁▂▃▄▅▆▇█]{3}", row[5]) for row in rows[1:])
+    done = CliRunner().invoke(app, ["runs", str(root), "--sort", "valid/loss", "--reverse", "--json"])
+    assert [run["name"] for run in json.loads(done.stdout)["runs"]] == order[::-1]
+    done = CliRunner().invoke(app, ["runs", str(root), "--sort", "name"])
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == sorted(RUNS)
+
+
+def test_an_unknown_metric_names_the_closest(root):
+    error = CliRunner().invoke(app, ["runs", str(root), "--metric", "valid/los"]).exception
+    assert isinstance(error, TrainwrightError)
+    assert 'Did you mean "valid/loss"?' in str(error)
+
+
+RUNS = ("whole", "vision/half")

@@ -218,10 +218,12 @@ def test_the_log_warns_once_of_what_no_writer_stores(tmp_path, caplog):
             make(folder, "trainer.max_steps=3", *overrides, writers=writers, hooks=[Drawing()]).train()
         return [record.getMessage() for record in caplog.records]
 
-    first, second = warnings("writers=[json]")
+    first, second, third = warnings("writers=[csv]")
     check_message(first, "images", "pixels")
     check_message(second, "histograms", "weights")
-    assert len(warnings("writers=[csv]")) == 3
+    check_message(third, "texts", golden=False)
+    assert len(warnings("writers=[console]")) == 2
+    assert warnings("writers=[json]") == []
     assert warnings("writers=[csv]", writers=[Recording()]) == []
     assert warnings("writers=[tensorboard]") == []
     assert warnings("writers=[]") == []

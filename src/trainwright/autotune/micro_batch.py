@@ -33,6 +33,7 @@ from trainwright.memory.out_of_memory import advice_for, is_out_of_memory
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import set_gradient_dtype
 from trainwright.parallel.processes import local_size
+from trainwright.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +230,11 @@ def find_on_ranks(
     failure: Exception | None = None
     found: Found | None = None
     try:
-        with TemporaryDirectory(prefix="trainwright-") as empty, backend.limited_memory(1.0 - HEADROOM):
+        with (
+            TemporaryDirectory(prefix="trainwright-") as empty,
+            backend.limited_memory(1.0 - HEADROOM),
+            progress(f"Trying values of {label}"),
+        ):
             found = find(Path(empty))
     except Exception as error:
         if not is_out_of_memory(error):  # otherwise the model, its optimizer or a batch alone is too large

@@ -212,6 +212,10 @@ class Backend:
         """Returns the memory of this process on the device, without waiting."""
         return main_memory.facts()
 
+    def utilization(self) -> float | None:
+        """Returns the share of time in which the device was busy lately, from 0 to 1; None if unknown."""
+        return None
+
     def release_memory(self) -> None:
         """Frees unreferenced memory; takes some milliseconds."""
         gc.collect()

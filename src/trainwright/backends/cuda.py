@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,12 @@ class CudaBackend(Backend):
             reserved=torch.cuda.memory_reserved(self.device),
             total=torch.cuda.get_device_properties(self.device).total_memory,
         )
+
+    def utilization(self) -> float | None:
+        """Returns the driver's figure; None without the package nvidia-ml-py."""
+        with suppress(Exception):  # a missing package, or a driver that does not answer
+            return torch.cuda.utilization(self.device) / 100
+        return None
 
     def release_memory(self) -> None:
         """Waits for the device and frees the allocator's unused blocks."""

@@ -59,6 +59,7 @@ from trainwright.parallel import processes
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh
 from trainwright.parallel.processes import facts_of
+from trainwright.progress import progress
 from trainwright.registry import resolve as registry
 from trainwright.registry.trust import MODEL_SECTIONS, reject_untrusted
 from trainwright.user_code.locations import is_user_code
@@ -260,9 +261,11 @@ def _reject_missing_fp8(config: RunConfig, backend: Backend) -> None:
 
 
 def _log_start(trainer: Trainer, build: Build) -> None:
-    """Logs what runs, and where."""
+    """Logs what runs, and where, and writes the summary of the model."""
     assert trainer.train_data is not None
     batch, num_parameters = trainer.context.batch_plan, _count_parameters(trainer)
+    if trainer.ranks.is_first and not trainer.is_finished:
+        run_folders.save_model_summary(trainer.folder, trainer.model, num_parameters)
     axes = " × ".join(f"{axis} {size}" for axis, size in trainer.ranks.mesh.sizes.items() if size > 1)
     processes = f"{trainer.ranks.size} processes ({axes}), " if trainer.ranks.size > 1 else ""
     logger.info(
@@ -490,7 +493,8 @@ def _build_models(
 
     Also returns the trainer's frozen models by name, sharded in the same way.
     """
-    model = trainer_class.build_model(build)
+    with progress("Building the model"):
+        model = trainer_class.build_model(build)
     build.take_model(model)
     build.config = _with_precision(build.config, model, backend, ranks)
     if ranks.mesh.size("pipeline") > 1:

@@ -16,6 +16,7 @@ import torch
 from trainwright.errors import CheckpointError
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import local
+from trainwright.progress import progress
 
 PART = "base"
 """The part of a checkpoint with the references; a checkpoint without references does not have it."""
@@ -32,9 +33,14 @@ def hash_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
         content = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         result = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         result.update(content.data)
+        advance(tensor.nbytes)
         return result.hexdigest()
 
-    with ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="hash") as threads:
+    size = sum(tensor.nbytes for tensor in weights.values())
+    with (
+        progress("Hashing weights", total=size, unit="bytes") as advance,
+        ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="hash") as threads,
+    ):
         return dict(zip(weights, threads.map(digest, weights.values()), strict=True))
 
 

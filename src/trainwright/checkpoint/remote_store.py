@@ -39,8 +39,9 @@ from trainwright.checkpoint.store import (
     find_intact,
     read_state,
 )
-from trainwright.checkpoint.tensor_files import ReadRange, Write, write_part, write_share
+from trainwright.checkpoint.tensor_files import ReadRange, Write, write_part, write_share, writing
 from trainwright.errors import CheckpointError
+from trainwright.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +103,9 @@ class RemoteStore:
         try:
             if others is not None:
                 others.request_files(target.name)
-            for part, encoded in snapshot.parts.items():
-                files |= write_part(partial(self._created, target.name), part, encoded)
+            with writing(snapshot.parts, partial(self._created, target.name)) as create:
+                for part, encoded in snapshot.parts.items():
+                    files |= write_part(create, part, encoded)
             if others is not None:
                 files |= others.wait_for_files()
             manifest = make_manifest(step=step, parts=list(snapshot.parts), files=files, metrics=metrics)
@@ -238,10 +240,12 @@ class RemoteStore:
             if name not in folder.files:
                 raise CheckpointError(f"The file is missing; {MANIFEST} names it.", where=where / name)
             fact.check(size=folder.files[name].size, where=where / name)
-        for name, fact in facts.items():
-            self._compare(folder, name, fact)
+        size = sum(fact.size for fact in facts.values())
+        with progress("Verifying a checkpoint", total=size, unit="bytes") as advance:
+            for name, fact in facts.items():
+                self._compare(folder, name, fact, advance)
 
-    def _compare(self, folder: StepFolder, name: str, fact: FileFact) -> None:
+    def _compare(self, folder: StepFolder, name: str, fact: FileFact, advance: Callable[[int], None]) -> None:
         """Downloads a file and compares it with its manifest entry."""
         where = self.folder / folder.name / name
         digest, size = hashlib.sha256(), 0
@@ -249,6 +253,7 @@ class RemoteStore:
             for block in self._remote.blocks(f"{folder.name}/{name}"):
                 digest.update(block)
                 size += len(block)
+                advance(len(block))
         except FileNotFoundError as error:
             raise CheckpointError(f"The file is missing; {MANIFEST} names it.", where=where) from error
         listed = folder.files.get(name)

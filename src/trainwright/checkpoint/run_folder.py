@@ -1,4 +1,4 @@
-"""The run folder: config.yaml, environment.json, log.txt, metrics.json, checkpoints/, exports/.
+"""The run folder: config.yaml, environment.json, model.json, log.txt, metrics.json, checkpoints/, exports/.
 
 Rank 0 chooses it once. resume.py decides whether a run resumes from what the folder contains.
 """
@@ -27,8 +27,10 @@ CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 FROZEN_FILE = "frozen_models.json"
 LOG_FILE = "log.txt"
+MODEL_FILE = "model.json"
 _TRAINER = "trainer"  # in environment.json; absent if the config names the trainer
 _RUN_ID = "run_id"
+_MAX_MODULES = 200  # of the model, in model.json
 _DEVICE = "device"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
@@ -111,6 +113,26 @@ def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str 
     _write_environment(folder, facts)
 
 
+def save_model_summary(folder: Path, model: torch.nn.Module, num_parameters: int) -> None:
+    """Writes model.json, for people: the classes and parameters of the model and its modules, two levels deep.
+
+    `num_parameters` is that of the whole model, of which a pipeline stage has only its own modules.
+    """
+    rows: list[tuple[str, str, int, int]] = []
+    for name, module in model.named_modules():
+        if name and name.count(".") <= 1 and len(rows) < _MAX_MODULES:
+            sizes = [(each.numel(), each.requires_grad) for each in module.parameters()]
+            trained = sum(size for size, is_trained in sizes if is_trained)
+            rows.append((name, type(module).__name__, sum(size for size, _ in sizes), trained))
+    facts = {
+        "class": type(model).__name__,
+        "num_parameters": num_parameters,
+        "num_frozen": sum(each.numel() for each in model.parameters() if not each.requires_grad),
+        "modules": rows,
+    }
+    _replace(folder / MODEL_FILE, json.dumps(facts) + "\n")
+
+
 def write_frozen_models(folder: Path, digests: Mapping[str, str]) -> None:
     """Writes the digests of the weights of a run's frozen models, if it has some, at its first start."""
     path = folder / FROZEN_FILE
@@ -167,11 +189,15 @@ def _read_environment(folder: Path) -> dict[str, str]:
 
 
 def _write_environment(folder: Path, facts: dict[str, str]) -> None:
-    path, text = folder / ENVIRONMENT_FILE, json.dumps(facts, indent=2) + "\n"
+    _replace(folder / ENVIRONMENT_FILE, json.dumps(facts, indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file at once, unless it has this text: a kill must not lose the run's id."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         replacement = path.with_suffix(".json.part")
         replacement.write_text(text, encoding="utf-8")
-        replacement.replace(path)  # a kill must not lose the id
+        replacement.replace(path)
 
 
 def read_config(folder: Path, *, trust: bool = False) -> RunConfig | None:

@@ -44,8 +44,16 @@ from trainwright.checkpoint.manifest import (
     read_manifest,
 )
 from trainwright.checkpoint.snapshot import HostSnapshot, encode_parts
-from trainwright.checkpoint.tensor_files import THREADED_HASH_BYTES, OpenFile, read_part, write_part, write_share
+from trainwright.checkpoint.tensor_files import (
+    THREADED_HASH_BYTES,
+    OpenFile,
+    read_part,
+    write_part,
+    write_share,
+    writing,
+)
 from trainwright.errors import CheckpointError
+from trainwright.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +141,9 @@ class CheckpointStore:
                 if others is not None:
                     others.request_files(staging.name)
                 files: dict[str, FileFact] = {}
-                for part, encoded in snapshot.parts.items():
-                    files |= write_part(partial(synced_file, staging), part, encoded)
+                with writing(snapshot.parts, partial(synced_file, staging)) as create:
+                    for part, encoded in snapshot.parts.items():
+                        files |= write_part(create, part, encoded)
                 if others is not None:
                     files |= others.wait_for_files()
                 # The manifest last: every file that it names is on the disk.
@@ -214,13 +223,17 @@ class CheckpointStore:
         # Sizes first: they are fast to read, and a truncated file is the most common damage.
         for path, fact in facts.items():
             _verify_size(path, fact)
-        if sum(fact.size for fact in facts.values()) < THREADED_HASH_BYTES:
-            for path, fact in facts.items():
-                _verify_hash(path, fact)
-        else:
-            with ThreadPoolExecutor(max_workers=HASHING_THREADS, thread_name_prefix="verify") as threads:
-                for result in [threads.submit(_verify_hash, path, fact) for path, fact in facts.items()]:
-                    result.result()
+        size = sum(fact.size for fact in facts.values())
+        with progress("Verifying a checkpoint", total=size, unit="bytes") as advance:
+            if size < THREADED_HASH_BYTES:
+                for path, fact in facts.items():
+                    _verify_hash(path, fact)
+            else:
+                with ThreadPoolExecutor(max_workers=HASHING_THREADS, thread_name_prefix="verify") as threads:
+                    results = [threads.submit(_verify_hash, path, fact) for path, fact in facts.items()]
+                    for result, fact in zip(results, facts.values(), strict=True):
+                        result.result()
+                        advance(fact.size)
         self._verified[step] = manifest["files"]
 
     def newest_intact(self, *, set_aside: bool = True) -> int | None:

@@ -26,6 +26,7 @@ from trainwright.checkpoint.disk import synced_file
 from trainwright.checkpoint.encoding import DTYPE_NAMES, Encoded, ShardLocation, Sizes, SplitTensor, as_split, decode
 from trainwright.checkpoint.manifest import FileFact
 from trainwright.errors import CheckpointError
+from trainwright.progress import progress
 
 _ORDER = {dtype: number for number, dtype in enumerate(DTYPE_NAMES)}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -134,6 +135,25 @@ SHARDING_INFO, OFFSETS, WHOLE_SHAPE = "DCP_SHARDING_INFO", "saved_offsets", "who
 
 # transformers requires the format.
 METADATA: Mapping[str, str] = {"format": "pt"}
+
+
+@contextmanager
+def writing(parts: Mapping[str, Encoded], create: CreateFile) -> Iterator[CreateFile]:
+    """Shows the progress of writing the parts with the function that it yields instead of `create`."""
+    size = sum(tensor.nbytes for encoded in parts.values() for tensor in encoded.tensors.values())
+    with progress("Saving a checkpoint", total=size, unit="bytes") as advance:
+
+        @contextmanager
+        def create_counted(name: str) -> Iterator[Write]:
+            with create(name) as write:
+
+                def write_counted(content: bytes | memoryview) -> None:
+                    write(content)
+                    advance(memoryview(content).nbytes)
+
+                yield write_counted
+
+        yield create_counted
 
 
 def write_part(create: CreateFile, part: str, encoded: Encoded) -> dict[str, FileFact]:

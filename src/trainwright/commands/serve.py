@@ -44,6 +44,7 @@ def serve(
     from trainwright.export.chat import chat_format, find_chat_template
     from trainwright.export.server import ServedModel, check_address, make_server
     from trainwright.export.text import load_text_model
+    from trainwright.http_access import url_host
 
     check_address(host, token)
     backend_device = pick_backend(device).device
@@ -58,8 +59,7 @@ def serve(
         created=int(time.time()),
     )
     with make_server(served, host=host, port=port, token=token) as server:
-        shown = f"[{host}]" if ":" in host else host
-        print(f"Serving {served.name} at http://{shown}:{server.server_port}/v1. Ctrl-C ends.", flush=True)
+        print(f"Serving {served.name} at http://{url_host(host)}:{server.server_port}/v1. Ctrl-C ends.", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -46,6 +46,7 @@ from trainwright.optim.device_step import (
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import Mesh, is_split
 from trainwright.parallel.replicate import MissingGradientError
+from trainwright.progress import progress
 from trainwright.tracebacks import user_location
 
 logger = logging.getLogger(__name__)
@@ -363,6 +364,10 @@ class GraphStep:
 
     def _capture_step(self, signature: Any, inputs: list[Tensor], rebuild: Fill) -> StepOutcome:
         """Makes an update that is captured; it counts like any other."""
+        with progress("Capturing the step"):
+            return self._capture_update(signature, inputs, rebuild)
+
+    def _capture_update(self, signature: Any, inputs: list[Tensor], rebuild: Fill) -> StepOutcome:
         updater, storage = self._updater, self._storage
         outputs = _Outputs()
 

@@ -7,7 +7,6 @@ and split (`PackedStream`). Rows have the same format in both cases.
 from __future__ import annotations
 
 import logging
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +27,7 @@ from trainwright.data.streams import DerivedStream, SourcePass
 from trainwright.data.tokenizer import load_tokenizer
 from trainwright.errors import ConfigError, DataError
 from trainwright.events.mean import IGNORED_LABEL
+from trainwright.progress import progress
 from trainwright.registry import resolve as registry
 
 logger = logging.getLogger(__name__)
@@ -471,7 +471,6 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
     """
 
     _READ_AT_ONCE = 256
-    _EVERY_SECONDS = 5.0
 
     def __init__(self, source: Any, *, row_format: RowFormat, reader: DocumentReader, run_seed: int = 0) -> None:
         self.source = source
@@ -488,7 +487,9 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
     @cached_property
     def plan(self) -> PackingPlan:
         """Which chunk of which document is where in which row."""
-        plan = make_plan(self._count_tokens(), length=self.row_format.length, seed=self.run_seed)
+        lengths = self._count_tokens()
+        with progress("Packing documents into rows"):
+            plan = make_plan(lengths, length=self.row_format.length, seed=self.run_seed)
         logger.info(
             "Packed %d documents into %d rows of %d tokens, filled to %.1f %%.",
             len(plan.lengths), plan.num_rows, plan.length, 100 * plan.fill,
@@ -541,11 +542,10 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
             if len(lengths) == size:
                 return lengths + (self.reader.end_of_document is not None)
         counted: list[int] = []
-        due = time.monotonic() + self._EVERY_SECONDS
-        for start in range(0, size, self._READ_AT_ONCE):
-            samples = fetch(self.source, list(range(start, min(start + self._READ_AT_ONCE, size))))
-            counted += self.reader.count(samples, start)
-            if time.monotonic() > due:
-                logger.info("Packing: read %d of %d documents for their lengths.", len(counted), size)
-                due = time.monotonic() + self._EVERY_SECONDS
+        what = "Tokenizing to pack" if self.reader.tokenizer is not None else "Reading lengths to pack"
+        with progress(what, total=size, unit="documents") as advance:
+            for start in range(0, size, self._READ_AT_ONCE):
+                samples = fetch(self.source, list(range(start, min(start + self._READ_AT_ONCE, size))))
+                counted += self.reader.count(samples, start)
+                advance(len(samples))
         return np.array(counted, dtype=np.int64)

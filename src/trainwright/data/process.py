@@ -38,6 +38,7 @@ from trainwright.data.sources.locations import remote_version
 from trainwright.data.streams import DerivedStream, SourcePass
 from trainwright.data.workers import LoaderOptions, prepare_worker, serve_in_workers
 from trainwright.errors import ConfigError, DataError, TrainwrightError
+from trainwright.progress import progress
 from trainwright.registry import resolve as registry
 
 logger = logging.getLogger(__name__)
@@ -468,16 +469,20 @@ def _write_samples(
     name, total, started = processor.name, key["input_rows"], time.monotonic()
     reported_at = started
     writer, results = ArrowRowWriter(folder), _process_rows(processor, total, num_workers)
-    with preserve_generators(), contextlib.closing(writer), contextlib.closing(results):
+    with (
+        preserve_generators(),
+        contextlib.closing(writer),
+        contextlib.closing(results),
+        progress(f"Processing rows with {name}", total=total, unit="rows") as advance,
+    ):
         for row, samples in enumerate(results):
             for sample in samples:
                 writer.add(sample)
+            advance()
             now = time.monotonic()
             if now - reported_at >= _REPORT_EVERY_SECONDS:
                 reported_at = now
-                progress = f"{row + 1} of {total} rows, {(row + 1) / (now - started):.0f} rows/s"
-                report(progress)
-                logger.info("%s: %s", name, progress)
+                report(f"{row + 1} of {total} rows, {(row + 1) / (now - started):.0f} rows/s")
         if writer.num_rows == 0:
             raise DataError(
                 f"{name} returned None or an empty list for each of the {total} rows of "

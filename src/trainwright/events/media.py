@@ -85,6 +85,7 @@ class Histogram:
         borders[-1] = self.maximum
         edges = np.linspace(self.minimum, self.maximum, num_bins + 1)
         below = np.interp(edges, borders, np.concatenate([[0], np.cumsum(counts)]))
+        below[0] = 0  # where the minimum is the edge of its bin, interp returns the count after it
         return np.diff(np.round(below)).astype(np.int64), edges
 
     def __add__(self, other: Histogram) -> Histogram:

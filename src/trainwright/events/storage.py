@@ -82,6 +82,8 @@ class EventStorage:
         """
         self.max_steps = max_steps
         """The last step of the run, for writers that show progress; None if unknown."""
+        self.saved_step: int | None = None
+        """The step of the newest checkpoint that this process has committed, for writers that show progress."""
         self.line: dict[str, Any] = {}
         """The newest line for the writers: `step`, then name → value."""
         self.evaluated: dict[str, Any] = {}

@@ -6,13 +6,11 @@ chat.py generate the text.
 
 from __future__ import annotations
 
-import hmac
 import itertools
 import json
 import logging
 import math
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
@@ -29,13 +27,12 @@ from trainwright.data.chat import read_messages
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.export.chat import ChatFormat
 from trainwright.export.text import Continuation, seeded_generator
+from trainwright.http_access import LOOPBACK, check_token, is_loopback, is_token, listen
 from trainwright.models.generation import Sampling
 from trainwright.safe_text import safe
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""The addresses that only programs of this machine can reach."""
 MAX_BODY_BYTES = 16 * 2**20
 READ_SECONDS = 30
 """How long a client may take to send its request; others wait meanwhile."""
@@ -74,8 +71,8 @@ def check_address(host: str, token: str | None) -> None:
             f"--host {host} is reachable from other machines. Set a token, which clients send as their API key: "
             "--token, or the variable TRAINWRIGHT_SERVE_TOKEN."
         )
-    if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
-        raise ConfigError("--token must be printable ASCII text without spaces.")
+    if token is not None:
+        check_token(token)
 
 
 def make_server(
@@ -91,15 +88,7 @@ def make_server(
         pass
 
     Handler.served, Handler.token = served, token
-    kind = _IPv6Server if ":" in host else HTTPServer
-    try:
-        return kind((host, port), Handler)
-    except OSError as error:
-        raise ConfigError(f"The server cannot listen on {host}:{port}: {error}. Choose another --port.") from error
-
-
-class _IPv6Server(HTTPServer):
-    address_family = socket.AF_INET6
+    return listen(host, port, Handler)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -142,14 +131,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _check_access(self) -> None:
         if self.token is not None:
             given = self.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            if not is_token(given, f"Bearer {self.token}"):
                 raise RequestError(
                     "The token is missing or wrong. Send the header Authorization: Bearer TOKEN (the API key of the "
                     "client).",
                     status=HTTPStatus.UNAUTHORIZED,
                 )
-        elif _host_name(self.headers.get("Host", "")) not in LOOPBACK:
-            # A website whose name was pointed to this machine could otherwise read answers from a browser.
+        elif not is_loopback(self.headers.get("Host", "")):
             raise RequestError(
                 "The Host header is not this machine. Use http://127.0.0.1, or start the server with --token.",
                 status=HTTPStatus.FORBIDDEN,
@@ -222,13 +210,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_event(self, data: str) -> None:
         self.wfile.write(f"data: {data}\n\n".encode())
         self.wfile.flush()
-
-
-def _host_name(header: str) -> str:
-    """Returns the host of a Host header, without port and brackets."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0].lower()
 
 
 def _unknown_path(path: str) -> RequestError:

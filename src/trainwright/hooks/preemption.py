@@ -22,6 +22,7 @@ from trainwright.config import PreemptionSection
 from trainwright.errors import exit_code_of
 from trainwright.log import flush_log
 from trainwright.loop.hook import Hook
+from trainwright.progress import free_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ class SignalListener:
                         self._deadline_seconds,
                     )
                     flush_log()
+                    free_terminal()
                     os._exit(exit_code_of(name))
 
 

@@ -41,6 +41,7 @@ from trainwright.parallel.collectives import (
     first_rank_keeps_notes,
     num_collectives_begun,
 )
+from trainwright.progress import free_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -528,6 +529,7 @@ class _WatchdogThread(threading.Thread):
         _call_within(1.0, end_children)
         for identity in verdict.silent:
             end_process(identity)
+        free_terminal()
         # Not sys.exit: the training thread is stuck and would not notice.
         os._exit(HANG_EXIT_CODE)
 

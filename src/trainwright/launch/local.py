@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainwright.errors import HANG_EXIT_CODE, TrainwrightError
+from trainwright.progress import free_terminal
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -83,6 +84,7 @@ def launch(
             if (Path(notes) / _EXPLAINED).exists():
                 return _EXPLAINED_CODE  # the others failed because that rank was gone
             rank, failure = error.get_first_failure()
+            free_terminal()  # a killed worker has left its panel
             return _report_failure(rank, failure.pid, failure.exitcode)
         except SignalException as error:
             return 128 + int(error.sigval)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from numbers import Real
 from pathlib import Path
@@ -46,6 +46,7 @@ from trainwright.loop.task import Task, overrides
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import local
 from trainwright.parallel.replicate import copy_from_first
+from trainwright.progress import progress
 from trainwright.safe_text import json_text
 from trainwright.user_code.locations import location_of
 from trainwright.writers.benchmark_results import BenchmarkResult, results_folder, write_results
@@ -237,13 +238,14 @@ class Evaluator:
         with (
             EventStorage(keeps_media=ranks.mesh.is_first_of_stage) as puts,
             closing(data.batches(trainer.batches_to_device)) as iterator,
+            progress(f"Evaluating {data.name}", unit="batches") as advance,
         ):
             puts.step = trainer.state.step
             try:
                 # eval_end is outside: what it keeps, such as the best value so far, is not undone.
                 with ExitStack() as preserved:
                     together(ranks, lambda: one_pass.begin(preserved))
-                    one_pass.run(iterator, data)
+                    one_pass.run(iterator, data, advance)
             except Exception as error:
                 if one_pass.failed_in_forward and not one_pass.agreement.have_all_failed():
                     ranks.go_alone()  # the others wait in a forward for this rank's shard of the model
@@ -354,8 +356,11 @@ class _Pass:
             metric.metric.reset()
         self._trainer.eval_begin()
 
-    def run(self, iterator: Iterator[Any], data: EvaluationData) -> None:
-        """Runs every batch. If the task aggregates, each batch ends with a collective, also on a rank that failed."""
+    def run(self, iterator: Iterator[Any], data: EvaluationData, advance: Callable[[], None]) -> None:
+        """Runs every batch and calls `advance` after each.
+
+        If the task aggregates, each batch ends with a collective, also on a rank that failed.
+        """
         late: Exception | None = None
         batches = _CountedBatches(iterator)
         values: dict[str, Any] | None = {}
@@ -363,6 +368,7 @@ class _Pass:
             values, failure = None, late
             try:
                 values = self._run_batch(batches, data)
+                advance()
             except Exception as error:
                 if not self._aggregates or self.failed_in_forward:
                     raise

@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
@@ -99,9 +99,11 @@ from trainwright.optim.trainable import (
 from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split
 from trainwright.parallel.replicate import copy_from_first
+from trainwright.progress import progress
 from trainwright.user_code.constructors import check_constructed, reject_missing_context, reject_unknown_arguments
 from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.signatures import reject_mismatch
+from trainwright.watch.report import write_final_report
 from trainwright.writers.benchmark_results import BenchmarkResult
 from trainwright.writers.curves import plot_curves
 from trainwright.writers.json_lines import read_history
@@ -863,7 +865,8 @@ class Trainer:
         # Of ranks that share samples one counts them; of the loss of all ranks each stores its share.
         is_loss_rank, share = self.ranks.mesh.is_loss_rank, 1.0 / self.ranks.size
         without_graphs = nullcontext() if graph is None else closing(graph)
-        with self._running(), without_graphs, TrainIterator(data, self.batches_to_device) as iterator:
+        iterating = TrainIterator(data, self.batches_to_device)
+        with self._running(), without_graphs, iterating as iterator, self._starting() as count_first_step:
             trained_modules = self._enter_train_mode()
             self.train_loop_begin()
             if state.has_unfinished_step or self._stop_signal.decided == StopRequest.STOP:
@@ -929,6 +932,7 @@ class Trainer:
                     for call in self._hook_calls.after_step:
                         call()
                 self._vote()
+                count_first_step()
                 if not self._end_step():
                     self._continue_after_rollback(iterator, graph)
         return state.eval_logs
@@ -1064,14 +1068,15 @@ class Trainer:
         other_stages = self._names_of_all_stages()
         with self.ranks.failing_together():
             self._has_only_weights = contents.has_only_weights(store, step)
-        if self._has_only_weights:
-            self._load_weights(step, None)
-        with self.ranks.failing_together():
+        with progress("Loading the checkpoint"):
             if self._has_only_weights:
-                self._restore_progress(store.read_split(step, "training"))
-            else:
-                self._load_model(step, other_stages)
-                self._restore_state(partial(store.read_split, step), other_stages)
+                self._load_weights(step, None)
+            with self.ranks.failing_together():
+                if self._has_only_weights:
+                    self._restore_progress(store.read_split(step, "training"))
+                else:
+                    self._load_model(step, other_stages)
+                    self._restore_state(partial(store.read_split, step), other_stages)
         metrics = self.ranks.broadcast(metrics_by_step(store) if self.ranks.is_first else {})
         self._best.restore(metrics)
         self._state.restore_evaluation(metrics.get(step, {}))
@@ -1100,6 +1105,22 @@ class Trainer:
         self._has_loaded_weights = True
 
     # Around the loop.
+
+    @contextmanager
+    def _starting(self) -> Iterator[Callable[[], None]]:
+        """Shows the progress to the first log line, which may take long; yields a function to call after each step."""
+        step, every = self._state.step, self.config.log.every_steps
+        left = min(self.max_steps - step, 1 if every is None else every - step % every)
+        what = "Starting" if self.config.runtime.mode == "eager" else "Compiling and starting"
+        with ExitStack() as first_steps:
+            advance = first_steps.enter_context(progress(what, total=left, unit="steps"))
+
+            def count() -> None:
+                advance()
+                if advance.done == left:
+                    first_steps.close()
+
+            yield count
 
     def _enter_train_mode(self) -> list[torch.nn.Module]:
         """Sets a model in eval mode to train mode, and returns the modules that are in train mode.
@@ -1167,6 +1188,8 @@ class Trainer:
                 # A failure to close must hide neither the run's own error nor prevent the others from closing.
                 for problem in [*hooks.call_all("close"), *call_each([each.close for each in self._writers])]:
                     logger.error("A hook or writer failed to close: %s", problem)
+            if self.ranks.is_first and not self._state.interrupted:
+                write_final_report(self.folder)
 
     def _begin_writing(self) -> None:
         """Announces the run to the writers, which exist on the first rank."""
@@ -1181,6 +1204,7 @@ class Trainer:
             # A step that was saved before it was written is written again.
             step=state.step - state.has_unfinished_step,
             is_resumed=state.step > 0,
+            backend=self.backend,
         )
         for writer in self._writers:
             writer.begin(run)
@@ -1688,6 +1712,7 @@ class Trainer:
 
     def _announce(self, path: Path | RemotePath | None) -> None:
         if path is not None:
+            self.storage.saved_step = int(path.name.removeprefix("step-"))
             self._hook_calls.call("after_save", path)
 
     # Anomalies.

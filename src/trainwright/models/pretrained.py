@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from trainwright.config.problems import describe
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.models.key_map import KeyMap
+from trainwright.progress import progress
 from trainwright.tracebacks import shown_path
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,8 @@ def _download(name: str, homes: list[Path]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(WANTED_FILES)))
+        with progress(f"Downloading {name}"):
+            return Path(snapshot_download(name, allow_patterns=list(WANTED_FILES)))
     except Exception as error:  # of many kinds: no network, no such name, no permission, no disk
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given").rstrip(".")
         raise CheckpointError(f"{looked}, and the download failed: {type(error).__name__}: {first}.") from error
@@ -271,7 +273,8 @@ def load_weights(
     ties = shared_names(model)
     _draw_missing(model, report.missing, ties=ties, device=device, dtype=dtype)
     # Copies touch new memory page by page, which a single thread does far below the memory's speed.
-    with ThreadPoolExecutor(NUM_COPIES) as pool:
+    size = sum(path.stat().st_size for path in files)
+    with ThreadPoolExecutor(NUM_COPIES) as pool, progress("Loading weights", total=size, unit="bytes") as advance:
         for path in files:
             here = {name: source for name, source in plan.items() if keys[source.key] == path}
             with open_weights(path) as (_, get):
@@ -282,6 +285,7 @@ def load_weights(
                 copy = partial(_copied, dtype=dtype, device=device)
                 for name, tensor in zip(here, pool.map(copy, into, mapped, here.values()), strict=True):
                     set_weight(model, ties.get(name, (name,)), tensor)
+                    advance(tensor.nbytes)
                 del mapped, tensor
     if report.missing or report.unexpected:
         logger.warning(_describe(report, folder))

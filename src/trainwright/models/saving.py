@@ -36,6 +36,7 @@ from trainwright.models.pretrained import (
     shared_names,
 )
 from trainwright.models.transformers_kernels import FusedForward
+from trainwright.progress import progress
 
 if TYPE_CHECKING:
     from trainwright.models.model import Model
@@ -240,7 +241,8 @@ def staged(folder: Path, *, replaces: Collection[str] = (), first: str | None = 
     staging.mkdir()
     try:
         with _held(staging):
-            yield staging
+            with progress(f"Writing {folder.name}"):
+                yield staging
             if exists:
                 _move_in(staging, folder, replaces, first)
             else:

@@ -27,6 +27,7 @@ from trainwright.loop.trainer import Builder, Trainer
 from trainwright.loop.update import StepResult
 from trainwright.models import lora, peft_adapters
 from trainwright.models.layers.losses import label_log_probs
+from trainwright.progress import progress
 from trainwright.trainers.reference_table import TABLE_FILE, ReferenceTable
 
 logger = logging.getLogger(__name__)
@@ -194,9 +195,14 @@ class DPOTrainer(Trainer):
         )
         found = []
         for data in (whole, *sets):
-            logger.info("Computing the reference log-probabilities of %s", data.name)
-            with preserve_generators(), closing(data.batches(super().batches_to_device)) as batches:
-                found += [(batch["row_id"].cpu(), self.reference_log_probs(batch).cpu()) for batch in batches]
+            with (
+                preserve_generators(),
+                closing(data.batches(super().batches_to_device)) as batches,
+                progress(f"Computing the reference log-probabilities of {data.name}", unit="batches") as advance,
+            ):
+                for batch in batches:
+                    found.append((batch["row_id"].cpu(), self.reference_log_probs(batch).cpu()))
+                    advance()
         return ReferenceTable.collect(part for parts in self.ranks.gather(found) for part in parts)
 
     def _check(self, batch: Any) -> None:

@@ -1,4 +1,4 @@
-"""Curves of a run's values over its steps: as inline SVG for a page, or as a matplotlib plot.
+"""Curves of a run's values over its steps: as inline SVG, as text for a terminal, or as a matplotlib plot.
 
 The SVG has no script and no external resource. Its lines and letters have the color of the text around it
 (`currentColor`), so it is readable on light and dark pages. A curve of any length is reduced to about one minimum and
@@ -13,6 +13,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from trainwright.config import KeepBest
 from trainwright.config.problems import suggest
 from trainwright.errors import TrainwrightError
 from trainwright.safe_text import safe
@@ -23,6 +26,8 @@ Points = Sequence[tuple[float, float]]
 COLORS = ("#3b82f6", "#f97316", "#22a06b", "#a855f7", "#e0457b", "#0ea5b7")
 """The colors of curves, with enough contrast on white and on black."""
 
+_FALLING, _RISING = ("loss", "perplexity", "error"), ("accuracy", "f1", "auroc", "exact_match")
+"""Ends of names of metrics whose best value is the smallest or the largest."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 24
 _LETTER = 6.2
 """The mean width of a letter in pixels."""
@@ -35,22 +40,33 @@ def decimate(points: Points, max_points: int) -> list[tuple[float, float]]:
     finite, at which the curve has a gap.
 
     >>> decimate([(step, step % 10) for step in range(1000)], 4)
-    [(0, 0), (499, 9), (500, 0), (999, 9)]
+    [(0, 0), (9, 9), (500, 0), (509, 9), (999, 9)]
     """
     if len(points) <= max_points:
         return list(points)
-    num_intervals = max(1, max_points // 2)
-    size = len(points) / num_intervals
-    kept: set[int] = {0, len(points) - 1}
-    for number in range(num_intervals):
-        interval = range(int(number * size), int((number + 1) * size))
-        finite = [index for index in interval if math.isfinite(points[index][1])]
-        if finite:
-            kept.add(min(finite, key=lambda index: points[index][1]))
-            kept.add(max(reversed(finite), key=lambda index: points[index][1]))
-        if len(finite) < len(interval):
-            kept.add(next(index for index in interval if not math.isfinite(points[index][1])))
-    return [points[index] for index in sorted(kept)]
+    values = np.array([value for _, value in points], float)
+    return [points[index] for index in kept_indices(values, max_points).tolist()]
+
+
+def kept_indices(values: np.ndarray, max_points: int) -> np.ndarray:
+    """Returns the indices of the values that `decimate` keeps, ascending."""
+    number = len(values)
+    if number <= max_points:
+        return np.arange(number)
+    size = -(-number // max(1, max_points // 2))  # of an interval
+    num_intervals = -(-number // size)
+    is_finite = np.isfinite(values)
+    gaps = np.flatnonzero(~is_finite)
+    first_gaps = gaps[np.unique(gaps // size, return_index=True)[1]]
+    padded, starts = np.empty(num_intervals * size), np.arange(num_intervals) * size
+    rows, kept = padded.reshape(num_intervals, size), [first_gaps, np.array([0, number - 1])]
+    for worst, find in ((np.inf, rows.argmin), (-np.inf, rows.argmax)):
+        padded[:number], padded[number:] = values, worst
+        padded[gaps] = worst
+        extremes = starts + find(axis=1)
+        extremes = extremes[extremes < number]
+        kept.append(extremes[is_finite[extremes]])
+    return np.unique(np.concatenate(kept))
 
 
 def curve_svg(
@@ -64,9 +80,9 @@ def curve_svg(
     if not finite:
         return ""
     last = max(max_step or 0, *(step for step, _ in finite))
-    x_axis = _Axis(min(step for step, _ in finite), last, _LEFT, width - _RIGHT)
+    x_axis = Axis(min(step for step, _ in finite), last, _LEFT, width - _RIGHT)
     values = [value for _, value in finite]
-    y_axis = _Axis(min(values), max(values), height - _BOTTOM, _TOP, may_be_logarithmic=True)
+    y_axis = Axis(min(values), max(values), height - _BOTTOM, _TOP, may_be_logarithmic=True)
     parts = [_grid(x_axis, y_axis, width, height)]
     for number, (name, points) in enumerate(curves.items()):
         parts.append(_curve(name, points, x_axis, y_axis, color=COLORS[number % len(COLORS)], max_points=2 * width))
@@ -78,7 +94,7 @@ def curve_svg(
     )
 
 
-class _Axis:
+class Axis:
     """Maps values to pixels; widens a range without extent."""
 
     def __init__(self, low: float, high: float, start: int, stop: int, *, may_be_logarithmic: bool = False) -> None:
@@ -96,6 +112,13 @@ class _Axis:
             value, low, high = math.log10(value), math.log10(low), math.log10(high)
         return round(self._start + (value - low) / (high - low) * (self._stop - self._start), 1)
 
+    def value(self, pixel: float) -> float:
+        """Returns the value at a position."""
+        share = (pixel - self._start) / (self._stop - self._start)
+        if self.is_logarithmic:
+            return float(self.low * (self.high / self.low) ** share)
+        return self.low + (self.high - self.low) * share
+
     def ticks(self, number: int) -> list[float]:
         """Returns about this many round values in the range."""
         if self.is_logarithmic:
@@ -107,7 +130,7 @@ class _Axis:
         return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis, width: int, height: int) -> str:
+def _grid(x_axis: Axis, y_axis: Axis, width: int, height: int) -> str:
     parts = []
     for value in y_axis.ticks(4):
         y = y_axis.pixel(value)
@@ -117,11 +140,11 @@ def _grid(x_axis: _Axis, y_axis: _Axis, width: int, height: int) -> str:
         if value != int(value):
             continue
         x = x_axis.pixel(value)
-        parts.append(f'<text x="{x}" y="{height - 7}" text-anchor="middle" opacity="0.7">{_count(value)}</text>')
+        parts.append(f'<text x="{x}" y="{height - 7}" text-anchor="middle" opacity="0.7">{count_text(value)}</text>')
     return "".join(parts)
 
 
-def _curve(name: str, points: Points, x_axis: _Axis, y_axis: _Axis, *, color: str, max_points: int) -> str:
+def _curve(name: str, points: Points, x_axis: Axis, y_axis: Axis, *, color: str, max_points: int) -> str:
     """Returns a path with a gap at each value that is not finite; a single point is a dot."""
     stretches: list[list[str]] = [[]]
     for step, value in decimate(points, max_points):
@@ -151,12 +174,23 @@ def _legend(names: Sequence[str], width: int) -> str:
     return "".join(parts)
 
 
-def _count(value: float) -> str:
+def count_text(value: float) -> str:
     """Returns a number of steps, such as 500, 20k or 1.5M."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if value >= 10 * size or (value >= size and value % (size / 10) == 0):
             return f"{value / size:g}{letter}"
     return f"{value:g}"
+
+
+def better_mode(name: str, keep_best: KeepBest | None = None) -> str | None:
+    """Returns whether the best value of a metric is its "min" or "max", by its name or the run's policy; else None.
+
+    >>> better_mode("valid/loss"), better_mode("valid/accuracy"), better_mode("grad_norm")
+    ('min', 'max', None)
+    """
+    if keep_best is not None and name == keep_best.metric:
+        return keep_best.mode
+    return "min" if name.endswith(_FALLING) else "max" if name.endswith(_RISING) else None
 
 
 def plot_curves(curves: Mapping[str, Points], names: Sequence[str], *, ax: Any = None) -> Any:

@@ -1,4 +1,7 @@
-"""Writes `metrics.json`: one JSON object per line, each with `step`. Opened for appending at the first line."""
+"""Writes `metrics.json`: one JSON object per line, each with `step`. Opened for appending at the first line.
+
+Images and histograms go to `media/` (media_files.py), the use of the machine to `system.json` (system_log.py).
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,29 @@ from typing import IO, Any
 from trainwright.errors import TrainwrightError
 from trainwright.events import EventStorage
 from trainwright.safe_text import json_text
-from trainwright.writers.writer import Writer
+from trainwright.writers.media_files import MediaFiles, cut_back_media
+from trainwright.writers.system_log import SystemLog
+from trainwright.writers.writer import RunInfo, Writer
 
 FILE_NAME = "metrics.json"
 
 
 class JsonLinesWriter(Writer):
-    """Appends each log line to `metrics.json` in the run folder and flushes it, so that a kill loses none."""
+    """Appends each log line to `metrics.json` in the run folder and flushes it, so that a kill loses none.
 
-    stores = ("texts",)
+    A selection of images and histograms is stored in `media/`, within limits.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path = Path(folder) / FILE_NAME
         self._file: IO[str] | None = None
+        self._media = MediaFiles(Path(folder))
+        self._system: SystemLog | None = None
+
+    def begin(self, run: RunInfo) -> None:
+        """Notes the device; no file is created before the first line."""
+        if run.backend is not None:
+            self._system = SystemLog(self.path.parent, run.backend, step=run.step)
 
     def write(self, storage: EventStorage) -> None:
         """Appends the line with its texts. NaN and infinities are written as null."""
@@ -36,16 +49,23 @@ class JsonLinesWriter(Writer):
                 f"{self.path} cannot be written ({error.strerror}). Free some space and run the same command again: "
                 "it resumes from the last checkpoint."
             ) from error
+        step = storage.line["step"]
+        self._media.add(step, storage.images, storage.histograms)
+        if self._system is not None:
+            self._system.sample(step)
 
     def close(self) -> None:
         """Closes the file."""
+        if self._system is not None:
+            self._system.close()
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def cut_back(folder: Path, last_step: int) -> None:
-    """Drops lines after `last_step` and an incomplete one: a resumed run writes them again."""
+    """Drops lines and media after `last_step` and an incomplete line: a resumed run writes them again."""
+    cut_back_media(folder, last_step)
     path = folder / FILE_NAME
     if not path.exists():
         return

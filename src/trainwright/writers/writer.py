@@ -5,23 +5,19 @@ A writer that uploads to a service derives from `Tracker` (tracker.py).
 
 from __future__ import annotations
 
-import json
 import logging
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trainwright.backends.backend import Backend
 from trainwright.config import RunConfig
 from trainwright.events import EventStorage
-from trainwright.safe_text import MASK
+from trainwright.safe_text import flat_settings
 
 logger = logging.getLogger(__name__)
-
-_SECRET = re.compile(r"(^|_)token$|secret|passw|credential|(api|access|private)_?key|webhook", re.IGNORECASE)
-_TEXT_TOKEN = re.compile(r"(bos|eos|pad|mask|unk|sep|cls|image|start|end)_token", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,8 @@ class RunInfo:
     """The step at which training starts. Lines up to it were written by an earlier process."""
     is_resumed: bool
     """True if the run continues from a checkpoint."""
+    backend: Backend | None = None
+    """The device, for a writer that records its use."""
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
@@ -46,7 +44,7 @@ class RunInfo:
         Settings that are None are left out. Values of settings whose name is that of a secret (`token`, `password`) are
         masked.
         """
-        return dict(_flat(self.config.to_dict(), ""))
+        return flat_settings(self.config.to_dict())
 
 
 class Writer:
@@ -79,25 +77,6 @@ def unstored_media(storage: EventStorage, writers: Iterable[Writer], *, warned: 
             missing.add(kind)
             if kind not in warned:
                 names = ", ".join(getattr(storage, kind))
-                advice = "Add tensorboard, wandb, mlflow or trackio to writers."
+                advice = "Add json, tensorboard, wandb, mlflow or trackio to writers."
                 logger.warning("No writer of this run stores %s (%s): they are dropped. %s", kind, names, advice)
     return missing
-
-
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-        for index, item in enumerate(value):
-            yield from _flat(item, f"{name}.{index}")
-    elif isinstance(value, str) and _is_secret(name.rpartition(".")[2]):
-        yield name, MASK
-    elif isinstance(value, bool | int | float | str):
-        yield name, value
-    elif value is not None and value != [] and value != ():
-        yield name, json.dumps(value, default=str)
-
-
-def _is_secret(name: str) -> bool:
-    return _SECRET.search(name) is not None and _TEXT_TOKEN.fullmatch(name) is None

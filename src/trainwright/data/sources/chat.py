@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from trainwright.data.sources.parquet import parquet
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
 from trainwright.errors import ConfigError, DataError
 from trainwright.events.mean import IGNORED_LABEL
+from trainwright.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,6 @@ TRUNCATIONS = ("tokens", "turns")
 JSON_SUFFIXES = (".json",)
 
 _READ_AT_ONCE = 256
-_REPORT_EVERY_SECONDS = 5.0
 
 
 def chat(
@@ -323,19 +322,17 @@ class ChatRows(Dataset[dict[str, Tensor]]):
         """Yields the chats that are kept."""
         size = len(self.source)
         self.renderer.counts = RowCounts()
-        due = time.monotonic() + _REPORT_EVERY_SECONDS
-        for start in range(0, size, _READ_AT_ONCE):
-            numbers = list(range(start, min(start + _READ_AT_ONCE, size)))
-            for number, row in zip(numbers, fetch(self.source, numbers), strict=True):
-                try:
-                    rendered = self.renderer.render(row)
-                except RowError as error:
-                    raise DataError(f"{self._describe_row(number)}: {error}") from error.__cause__
-                if rendered is not None:
-                    yield rendered
-            if time.monotonic() > due:
-                logger.info("chat: converted %d of %d rows to tokens.", numbers[-1] + 1, size)
-                due = time.monotonic() + _REPORT_EVERY_SECONDS
+        with progress("Converting chats to tokens", total=size, unit="rows") as advance:
+            for start in range(0, size, _READ_AT_ONCE):
+                numbers = list(range(start, min(start + _READ_AT_ONCE, size)))
+                for number, row in zip(numbers, fetch(self.source, numbers), strict=True):
+                    try:
+                        rendered = self.renderer.render(row)
+                    except RowError as error:
+                        raise DataError(f"{self._describe_row(number)}: {error}") from error.__cause__
+                    if rendered is not None:
+                        yield rendered
+                advance(len(numbers))
 
     def _describe_row(self, number: int) -> str:
         describe = getattr(self.source, "describe_row", None)

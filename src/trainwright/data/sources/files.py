@@ -30,6 +30,7 @@ from trainwright.data.sources.formats import (
 )
 from trainwright.data.sources.locations import FileLocation, Paths, find_files, fingerprint_files, list_locations
 from trainwright.errors import ConfigError, DataError
+from trainwright.progress import progress
 
 # Each map uses a file descriptor, of which a process often has only 1,024.
 _MAPS_KEPT = 128
@@ -175,7 +176,11 @@ class FileRows(Dataset[dict[str, Any]]):
     def _load(self) -> list[_IndexedFile]:
         if self._files is None:
             found = find_files(self.path, suffixes=self.format.suffixes, project_dir=self._project_dir)
-            self._files = [_index_file(each, each.fetch(self._cache_dir), self.format) for each in found]
+            self._files = []
+            with progress("Indexing files", total=len(found), unit="files") as advance:
+                for each in found:
+                    self._files.append(_index_file(each, each.fetch(self._cache_dir), self.format))
+                    advance()
             self._ends = np.cumsum([len(file.starts) for file in self._files])
         return self._files
 

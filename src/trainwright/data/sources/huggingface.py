@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainwright.data.sources.formats import check_columns
 from trainwright.errors import ConfigError, DataError
+from trainwright.progress import progress
 
 
 def import_datasets(user: str) -> Any:
@@ -218,7 +219,7 @@ class _Source:
         """Returns the library's dataset: one split with the requested columns."""
         library = import_datasets('The dataset "huggingface"')
         folder = self.project_dir / Path(self.path).expanduser()
-        with network_use(offline=self.offline):
+        with network_use(offline=self.offline), progress(f"Loading the dataset {self.path}"):
             try:
                 if (folder / _SAVED_SPLITS).is_file() or (folder / _SAVED_ONE).is_file():
                     dataset = self._load_saved(library, folder, streaming)

@@ -16,7 +16,6 @@ import json
 import logging
 import lzma
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -25,6 +24,7 @@ from typing import IO, Any
 
 from trainwright.data.cache import cache_root, staged_file
 from trainwright.errors import ConfigError, DataError
+from trainwright.progress import progress
 from trainwright.safe_text import is_masked
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,15 @@ class FileLocation:
         digest = hashlib.sha256(facts.encode()).hexdigest()[:24]
         copy = cache_root(cache_dir) / "files" / f"{digest}-{stem[-80:]}"
         if not copy.is_file():
-            with staged_file(copy) as target, self.open_content() as source:
-                shutil.copyfileobj(source, target, 8 * _BUFFER_BYTES)
+            what = f"{'Downloading' if self.is_remote else 'Unpacking'} {stem}"
+            with (
+                staged_file(copy) as target,
+                self.open_content() as source,
+                progress(what, unit="bytes") as advance,
+            ):
+                while block := source.read(8 * _BUFFER_BYTES):
+                    target.write(block)
+                    advance(len(block))
         return copy
 
     def version(self) -> list[Any]:

@@ -1,0 +1,202 @@
+"""Finds the runs below a folder and their state, from small files and the end of metrics.json.
+
+Changes nothing and does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from trainwright.checkpoint.listing import CHECKPOINTS, Listed, list_checkpoints
+from trainwright.checkpoint.retention import best_step
+from trainwright.config import RunConfig
+from trainwright.config.yaml_text import absolute
+from trainwright.errors import CheckpointError, TrainwrightError
+
+CONFIG_FILE, METRICS_FILE, LOG_FILE = "config.yaml", "metrics.json", "log.txt"
+"""As in checkpoint/run_folder.py and writers/json_lines.py, which import torch. A test compares them."""
+
+FINISHED, STOPPED, RUNNING = "finished", "stopped", "running?"
+RESUMABLE, EMPTY, DAMAGED = "resumable", "empty", "damaged"
+
+_MAX_DEPTH = 4  # the name of a run may have folders: `name: vision/digits`
+_BLOCK = 65_536
+_MAX_BLOCKS = 32  # the last 2 MiB of metrics.json
+_QUIET_SECONDS = 60.0  # a run that wrote within this time, or within three of its log periods, may be running
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The state of a run, as the files in its folder show it."""
+
+    name: str
+    state: str
+    step: int | None
+    max_steps: int | None
+    saved_step: int | None
+    """The newest checkpoint, from which the run would resume."""
+    loss: float | None
+    best: str
+    last_write: float | None
+    problems: tuple[str, ...]
+
+
+def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
+    """Yields the run folders at and below `folder`: those with a config, metrics or checkpoints."""
+    if any((folder / name).exists() for name in (CONFIG_FILE, METRICS_FILE, CHECKPOINTS)):
+        yield folder
+        return
+    try:
+        paths = sorted(folder.iterdir()) if depth < _MAX_DEPTH else []
+    except OSError:
+        return
+    for path in paths:
+        if path.is_dir() and not path.name.startswith("."):
+            yield from find_runs(path, depth + 1)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What the state of a run depends on, of its settings."""
+
+    max_steps: int | None = None
+    log_every_steps: int | None = None
+    best_metric: str | None = None
+    """`checkpoint.keep_best.metric`."""
+    best_mode: Literal["min", "max"] = "min"
+    problem: str | None = None
+    """Why its settings cannot be read."""
+
+
+def read_plan(path: Path) -> RunPlan:
+    """Returns the plan in the run folder at `path`, whose settings are validated."""
+    try:
+        config = RunConfig.load(path / CONFIG_FILE)
+    except TrainwrightError as error:
+        return RunPlan(problem=f"its settings cannot be read: {error}")
+    best = config.checkpoint.keep_best
+    plan = RunPlan(config.trainer.max_steps, config.log.every_steps)
+    return plan if best is None else replace(plan, best_metric=best.metric, best_mode=best.mode)
+
+
+def summarize(path: Path, folder: Path, *, now: float | None = None) -> RunSummary:
+    """Returns the state of the run folder at `path`; a file that cannot be read is a problem, not an error."""
+    return summarize_files(
+        path, name_of(path, folder), plan=read_plan(path), checkpoints=read_checkpoints(path), now=now
+    )
+
+
+def name_of(path: Path, folder: Path) -> str:
+    """Returns the name of a run below a folder."""
+    name = path.name if path == folder else path.relative_to(folder).as_posix()
+    return name or absolute(path).name  # "." has no name
+
+
+def summarize_files(
+    path: Path, name: str, *, plan: RunPlan, checkpoints: Checkpoints, now: float | None = None
+) -> RunSummary:
+    """Returns the state of a run folder whose settings and checkpoints were read before."""
+    metrics = {each.step: dict(each.metrics) for each in checkpoints.intact}
+    last_step, loss, seconds_per_step = _read_last(path / METRICS_FILE)
+    last_write = _last_write(path)
+    saved_step = max(metrics, default=None)
+    if plan.problem is not None or (checkpoints.problems and not metrics):
+        state = DAMAGED
+    elif saved_step is not None and plan.max_steps is not None and _has_ended(path, saved_step, plan.max_steps):
+        state = FINISHED if saved_step >= plan.max_steps else STOPPED
+    else:
+        age = (time.time() if now is None else now) - (last_write or 0.0)
+        period = (plan.log_every_steps or 0) * (seconds_per_step or 0.0)
+        is_quiet = age > max(_QUIET_SECONDS, 3 * period) or (saved_step is None and last_step is None)
+        state = (RESUMABLE if saved_step is not None else EMPTY) if is_quiet else RUNNING
+    best = None
+    if plan.best_metric is not None:
+        best = best_step(metrics, metric=plan.best_metric, mode=plan.best_mode)
+    return RunSummary(
+        name=name,
+        state=state,
+        step=max((step for step in (last_step, saved_step) if step is not None), default=None),
+        max_steps=plan.max_steps,
+        saved_step=saved_step,
+        loss=loss,
+        best="" if best is None else f"{plan.best_metric} {metrics[best][str(plan.best_metric)]:.4g} at {best}",
+        last_write=last_write,
+        problems=(*([] if plan.problem is None else [plan.problem]), *checkpoints.problems),
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints in a run folder."""
+
+    intact: tuple[Listed, ...] = ()
+    problems: tuple[str, ...] = ()
+    """The damage of the others."""
+
+
+def read_checkpoints(path: Path) -> Checkpoints:
+    """Returns the checkpoints of the run folder at `path`."""
+    try:
+        found = [each for each in list_checkpoints(path / CHECKPOINTS) if not each.is_set_aside]
+    except CheckpointError as error:
+        return Checkpoints(problems=(str(error),))
+    damaged = tuple(f"{each.name} is damaged: {each.problem}" for each in found if each.problem is not None)
+    return Checkpoints(tuple(each for each in found if each.problem is None), damaged)
+
+
+def _has_ended(path: Path, step: int, max_steps: int) -> bool:
+    """Returns True if the limit was reached, or the run was stopped under this limit."""
+    try:
+        training = json.loads((path / CHECKPOINTS / f"step-{step:08d}" / "training.json").read_bytes())
+        return max(step, training["max_steps_at_end"]) >= max_steps and not training["has_unfinished_step"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return step >= max_steps
+
+
+def _read_last(path: Path) -> tuple[int | None, float | None, float | None]:
+    """Returns the last step, the last loss and the last seconds_per_step of metrics.json, read from its end."""
+    step: int | None = None
+    for line in lines_from_end(path):
+        try:
+            values = json.loads(line)
+            step = int(values["step"]) if step is None else step
+            if "loss" in values:
+                seconds = values.get("seconds_per_step")
+                loss = math.nan if values["loss"] is None else float(values["loss"])
+                return step, loss, float(seconds) if seconds is not None else None
+        except (ValueError, TypeError, KeyError):
+            continue  # incomplete, as the process was killed, or not written by a run
+    return step, None, None
+
+
+def lines_from_end(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file from the last to the first, within the last `_MAX_BLOCKS` blocks."""
+    try:
+        with path.open("rb") as file:
+            position = file.seek(0, os.SEEK_END)
+            rest = b""
+            for _ in range(_MAX_BLOCKS):
+                if position == 0:
+                    break
+                size = min(_BLOCK, position)
+                position = file.seek(position - size)
+                first, *lines = (file.read(size) + rest).split(b"\n")
+                yield from (line for line in reversed(lines) if line.strip())
+                rest = first
+            if position == 0 and rest.strip():
+                yield rest
+    except OSError:
+        return
+
+
+def _last_write(path: Path) -> float | None:
+    # Not the time of the folder itself, which changes with any other file in it.
+    files = [path / name for name in (METRICS_FILE, LOG_FILE, CHECKPOINTS, CONFIG_FILE)]
+    return max((file.stat().st_mtime for file in files if file.exists()), default=None)

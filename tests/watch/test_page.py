@@ -1,0 +1,275 @@
+"""The live page and the report in a real browser: what is drawn, and that nothing of a run is executed."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.watch.folders import HOSTILE, write_lines
+from tests.watch.test_server import serving
+
+from trainwright.watch.report import write_report
+
+CHROMIUM = Path("/usr/bin/chromium")
+playwright = pytest.importorskip("playwright.sync_api")
+pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="no browser")
+
+# The number of pixels of a canvas that have a color, such as #2563eb.
+COUNT_PIXELS = """(canvas, color) => {
+  const wanted = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let number = 0;
+  for (let at = 0; at < data.length; at += 4) {
+    number += wanted.every((each, index) => Math.abs(data[at + index] - each) < 12);
+  }
+  return number;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def url(runs):
+    with serving(runs) as send:
+        yield f"http://127.0.0.1:{send.port}"
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens an address, and fails for an error or a blocked resource of the page."""
+    pages, problems = [], []
+
+    def show(address, *, width=1200, scheme="light"):
+        page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        pages.append(page)
+        page.goto(address)
+        return page
+
+    show.problems = problems
+    yield show
+    for page in pages:
+        page.close()
+    assert problems == []
+
+
+def plot(page, title):
+    return page.locator("section.plot").filter(has=page.locator("h3", has_text=re.compile(f"^{re.escape(title)}$")))
+
+
+def drawn(page, title, ready="drawn.series.length > 0"):
+    """What a plot has drawn, as soon as a condition is met."""
+    canvas = plot(page, title).locator("canvas")
+    canvas.scroll_into_view_if_needed()
+    test = f"canvas => {{ const drawn = JSON.parse(canvas.dataset.drawn || '{{\"series\": []}}'); return {ready}; }}"
+    handle = canvas.element_handle()
+    page.wait_for_function(test, arg=handle, timeout=10_000)
+    return json.loads(canvas.get_attribute("data-drawn"))
+
+
+def select(*names):
+    return f"#runs={json.dumps(list(names))}"
+
+
+def test_curves_of_all_runs_are_overlaid_with_their_marks(open_page, url):
+    page = open_page(f"{url}/{select('plain', 'group/broken')}")
+    loss = drawn(page, "loss")
+    assert {each["label"] for each in loss["series"]} == {
+        f"{run} · {name}" for run in ("plain", "group/broken") for name in ("loss", "valid/loss")
+    }
+    points = {each["label"]: each["points"] for each in loss["series"]}
+    assert points["plain · loss"] == 12
+    assert len({each["color"] for each in loss["series"]}) == 2
+    assert {"anomaly": 3, "restart": 6}.items() <= {mark["kind"]: mark["x"] for mark in loss["marks"]}.items()
+    assert {mark["kind"] for mark in loss["marks"]} == {"anomaly", "restart", "checkpoint", "best"}
+    canvas = plot(page, "loss").locator("canvas")
+    for each in loss["series"]:
+        assert canvas.evaluate(COUNT_PIXELS, each["color"]) > 100
+    gold, red = (
+        page.evaluate(f"getComputedStyle(document.body).getPropertyValue('--{name}')") for name in ("gold", "anomaly")
+    )
+    assert canvas.evaluate(COUNT_PIXELS, gold) > 20  # the best value
+    assert canvas.evaluate(COUNT_PIXELS, red) > 20
+    for title in ("accuracy", "lr", "grad_norm", "samples_per_second", "memory"):
+        assert len(drawn(page, title)["series"]) == 2
+    for name, shown in (("plain", 1), ("group/broken", 0)):
+        page.get_by_label(f"Show {name}", exact=True).uncheck()
+        if shown:
+            drawn(page, "loss", "drawn.series.every((each) => !each.label.includes('plain'))")
+        else:
+            page.wait_for_selector("text=Select a run")
+
+
+def test_axis_smoothing_log_scale_and_marks_are_switched(open_page, url):
+    page = open_page(f"{url}/{select('plain')}")
+    drawn(page, "loss")
+    page.locator("#smoothing").fill("8")
+    assert drawn(page, "loss", "drawn.series.some((each) => each.smooth)")["series"][0]["label"] == "loss"
+    page.get_by_role("button", name="checkpoints").click()
+    assert drawn(page, "loss", "drawn.marks.length === 0")
+    page.get_by_role("button", name="log", exact=True).click()
+    assert "log=1" in page.url
+    page.select_option("#axis", "time")
+    drawn(page, "loss")
+    canvas = plot(page, "loss").locator("canvas")
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    assert re.search(r"\d s", plot(page, "loss").locator(".readout .at").inner_text())
+    page.reload()
+    drawn(page, "loss")
+    assert page.locator("#axis").input_value() == "time"
+
+
+def test_hover_keyboard_zoom_reset_and_legend(open_page, url):
+    page = open_page(f"{url}/{select('plain')}")
+    drawn(page, "loss")
+    card = plot(page, "loss")
+    box = card.locator("canvas").bounding_box()
+    middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.move(*middle)
+    assert {"loss", "valid/loss"} <= set(card.locator(".readout .name").all_inner_texts())
+    assert re.fullmatch(r"step \d+", card.locator(".readout .at").inner_text())
+    page.mouse.down()
+    page.mouse.move(middle[0] + box["width"] / 4, middle[1], steps=3)
+    page.mouse.up()
+    zoomed = drawn(page, "loss", "drawn.series[0].points < 6")
+    assert 2 <= zoomed["series"][0]["points"] < 6
+    page.wait_for_selector("#reset:visible")
+    card.locator("canvas").dblclick()
+    drawn(page, "loss", "drawn.series[0].points === 12")
+    page.mouse.move(0, 0)
+    card.locator("canvas").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert "step 2" in card.locator("[aria-live]").inner_text()
+    page.keyboard.press("+")
+    drawn(page, "loss", "drawn.series[0].points < 12")
+    page.keyboard.press("0")
+    drawn(page, "loss", "drawn.series[0].points === 12")
+    card.get_by_role("button", name="valid/loss").click()
+    assert [each["label"] for each in drawn(page, "loss")["series"]] == ["loss"]
+
+
+def test_media_settings_log_and_facts_are_shown(open_page, url):
+    page = open_page(f"{url}/{select('plain', 'group/broken')}&run=group/broken")
+    page.click("#tab-media")
+    page.wait_for_function(
+        "() => [...document.images].some((each) => each.alt.startsWith('weights') && each.naturalWidth === 12)"
+    )
+    slider = page.get_by_label("Step of weights").first
+    slider.fill("0")
+    page.wait_for_selector("img[alt='weights at step 2']")
+    assert page.locator("svg.bars rect").count() == 48
+    assert f"{HOSTILE} at 12" in page.locator(".media pre").inner_text()
+    page.click("#tab-settings")
+    page.wait_for_selector("text=trainer.max_steps")
+    page.get_by_label("only differences").check()
+    assert page.locator(".settings tbody th").all_inner_texts() == ["name"]
+    page.click("#tab-log")
+    page.wait_for_selector("text=Resumed from")
+    assert page.locator(".log .WARNING").count() >= 1
+    page.click("#tab-about")
+    page.wait_for_selector("text=Environment")
+    assert "step 3" in page.locator(".alert").inner_text()
+    assert "58 parameters" in page.locator("main").inner_text()
+    page.keyboard.press("Tab")
+    page.locator("#tab-about").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-curves"
+
+
+def test_a_page_of_somebody_else_s_run_executes_nothing(open_page, url, runs):
+    name = HOSTILE.replace("/", "")
+    page = open_page(f"{url}/{select(name)}&run={name}")
+    assert len(drawn(page, "loss")["series"]) == 1
+    for tab in ("media", "settings", "log", "about"):
+        page.click(f"#tab-{tab}")
+        page.wait_for_function("(name) => document.body.innerText.includes(name)", arg=HOSTILE)
+        assert page.locator("img[src=x]").count() == 0
+    assert page.title() != "1"
+    # The image is a link that leads out of the run folder.
+    assert all("404" in each for each in open_page.problems)
+    open_page.problems.clear()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (1440, "dark"), (390, "light"), (390, "dark")])
+def test_the_page_fits_in_both_themes_and_widths(open_page, url, width, scheme):
+    page = open_page(f"{url}/{select('plain', 'group/broken')}", width=width, scheme=scheme)
+    drawn(page, "loss")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", background)[:3])) < 200) == (scheme == "dark")
+    assert page.locator("#list").is_visible() == (width > 860)
+    if width < 860:
+        page.click("#menu")
+        page.locator(".run button.title", has_text="plain").click()
+        assert not page.locator("#list").is_visible()
+
+
+def test_a_running_run_is_followed(open_page, tmp_path, runs):
+    shutil.copytree(runs / "plain", tmp_path / "live")
+    with serving(tmp_path) as send:
+        page = open_page(f"http://127.0.0.1:{send.port}")
+        assert drawn(page, "loss")["series"][0]["points"] == 12
+        write_lines(tmp_path / "live" / "metrics.json", {"step": 13, "loss": 0.5, "new metric": 1.0})
+        page.evaluate("poll()")
+        drawn(page, "loss", "drawn.series[0].points === 13")
+        assert drawn(page, "new metric")["series"][0]["points"] == 1
+        shutil.rmtree(tmp_path / "live")
+        page.wait_for_timeout(1100)
+        page.evaluate("poll()")
+        page.wait_for_selector("text=There is no run yet")
+
+
+def test_the_command_prints_a_url_with_which_other_addresses_need_the_token(open_page, runs):
+    command = [sys.executable, "-m", "trainwright", "watch", str(runs), "--port", "0", "--host", "0.0.0.0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            found = re.fullmatch(
+                r"Watching .* at (http://0\.0\.0\.0:\d+/\?token=\S+) \(Ctrl-C ends\)\n", process.stdout.readline()
+            )
+            address = found[1].replace("0.0.0.0", "127.0.0.1")
+            page = open_page(address)
+            assert "token" not in page.url.partition("#")[0]
+            drawn(page, "loss")
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+def test_the_report_draws_its_curves_without_a_server(open_page, runs, tmp_path, browser):
+    path = write_report(runs / "group" / "broken", tmp_path / "report.html")
+    page = open_page(f"file://{path}")
+    loss = drawn(page, "loss")
+    assert [each["label"] for each in loss["series"]] == ["loss", "valid/loss"]
+    assert {"anomaly", "restart", "best"} <= {mark["kind"] for mark in loss["marks"]}
+    assert page.evaluate("[...document.images].every((each) => each.naturalWidth > 0)")
+    page.get_by_role("button", name="smooth").click()
+    assert drawn(page, "loss", "drawn.series.some((each) => each.smooth)")
+    page.select_option("select", "time")
+    plot(page, "loss").locator("canvas").focus()
+    page.keyboard.press("+")
+    assert drawn(page, "loss", "drawn.series[0].points < 12")
+    hostile = write_report(runs / HOSTILE.replace("/", ""), tmp_path / "hostile.html")
+    page.goto(f"file://{hostile}")
+    assert page.title() == HOSTILE
+    assert len(drawn(page, "loss")["series"]) == 1
+    assert page.locator("img[src=x]").count() == 0
+    static = browser.new_context(java_script_enabled=False).new_page()
+    static.goto(f"file://{path}")
+    assert static.locator("noscript svg path, svg[role=img] path").count() >= 2
+    static.context.close()

@@ -1,0 +1,221 @@
+"""`trainwright train` in a terminal: the panel, the live line, what user code prints, Ctrl-C and resizing."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.forked_program import run_command
+from tests.terminals import Terminal, command
+
+from trainwright.progress import BottomRows, progress
+from trainwright.writers.curves import decimate
+
+RUN = Path(__file__).parents[1] / "project" / "run.yaml"
+HOOKS = """
+import os, time
+from pathlib import Path
+from trainwright import Hook
+
+class Noisy(Hook):
+    def after_step(self):
+        step = self.trainer.step
+        time.sleep(0.03)
+        if step == 6:
+            print("printed by user code")
+            print("in two ", end="", flush=True)
+            print("parts")
+            os.system("echo from another process")
+            for number in range(60):
+                print("burst", number)
+        while step == 9 and not Path("resized").exists():
+            time.sleep(0.01)
+
+class Waiting(Hook):
+    def after_step(self):
+        time.sleep(0.35 if self.trainer.step > 3 else 0)
+
+class Failing(Hook):
+    def after_step(self):
+        time.sleep(0.1)
+        print("no line break", end="")
+        if self.trainer.step == 5:
+            raise ValueError("of user code")
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "hooks").mkdir()
+    (tmp_path / "hooks" / "noise.py").write_text(HOOKS)
+    for name in ("parts.py", "run.yaml"):
+        (tmp_path / name).write_text((RUN.parent / name).read_text())
+    return tmp_path
+
+
+def train(project, *overrides, hook, **options):
+    given = ["writers=[console, json]", "log.every_steps=1", f"hooks=[noise.{hook}, time_steps]", *overrides]
+    return command("train", "run.yaml", *given, cwd=project, **options)
+
+
+def test_a_wide_terminal_shows_the_panel_below_all_other_output(project):
+    terminal = train(project, hook="Noisy")
+    terminal.wait_for("step 8/12", "burst 59")
+    lines = terminal.shown().splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("── small"))
+    assert head == 28  # the last 12 of 40
+    assert "67%" in lines[head + 1]
+    assert "━" in lines[head + 1]
+    panel = "\n".join(lines[head:])
+    assert re.search(r"loss [\d.]+", panel)
+    assert re.search(r"[\u2801-\u28ff]", panel), "the curve"
+    assert re.search(r"valid/loss [\d.]+ at 5 \(best\)", panel)
+    assert "samples/s" in panel
+    assert "GiB" in panel
+    assert "eta 0:" in panel
+    assert lines[head - 2].startswith(("burst 59", "step"))
+    text = terminal.all_text()  # the emulator drops lines when it shrinks
+    for line in ("printed by user code", "in two parts", "from another process", *(f"burst {n}" for n in range(60))):
+        assert text.splitlines().count(line) == 1, line
+    terminal.resize(120, 30)
+    time.sleep(0.4)  # the next drawing is due
+    (project / "resized").touch()
+    terminal.wait_for("step 12/12")
+    assert terminal.wait() == 0
+    text = terminal.all_text()
+    assert "──" not in terminal.shown(), "the panel is gone"
+    assert re.search(r"\nstep 12/12  loss .*  best valid/loss", text)
+    assert re.search(r"\nstep 5  valid/loss", text)
+    assert "Finished at step 12." in text
+    assert terminal.screen.margins is None or terminal.screen.margins.bottom == 29, "all rows scroll"
+
+
+def test_a_narrow_terminal_shows_a_live_line_which_a_wide_one_replaces_by_the_panel(project):
+    terminal = train(project, "trainer.max_steps=30", hook="Waiting", columns=80, rows=24)
+    terminal.wait_for("step 5/30")
+    assert "──" not in terminal.shown()
+    terminal.resize(130, 30)
+    terminal.wait_for("── small", "samples/s", "GiB")
+    terminal.type("\x03")
+    terminal.wait()
+    assert "Received SIGINT" in terminal.all_text()
+    assert "── small" not in terminal.shown()
+    assert re.search(r"\nstep \d+/30  loss", terminal.all_text())
+
+
+def test_an_error_is_shown_below_the_last_values_and_no_output_is_lost(project):
+    terminal = train(project, hook="Failing", columns=80, rows=24)
+    assert terminal.wait() == 1
+    text = terminal.all_text()
+    assert "ValueError: of user code" in text
+    assert "no line break" in text
+    assert "── small" not in text
+
+
+def test_a_panel_can_be_turned_off(project):
+    overrides = ["writers=[{type: console, panel: false}, json]", "trainer.max_steps=6"]
+    terminal = command("train", "run.yaml", *overrides, cwd=project)
+    assert terminal.wait() == 0
+    assert "──" not in terminal.raw.decode()
+    assert "\x1b[1;" not in terminal.raw.decode()
+
+
+def test_quiet_runs_and_pipes_have_no_control_characters(project):
+    terminal = command("train", "run.yaml", "-q", "writers=[console, json]", "trainer.max_steps=3", cwd=project)
+    assert terminal.wait() == 0
+    assert b"\x1b" not in terminal.raw
+    assert b"step 3" not in terminal.raw
+    done = run_command("train", "run.yaml", "writers=[console, json]", "name=other", cwd=project)
+    assert done.returncode == 0
+    assert "step 12/12  loss" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_a_resumed_run_continues_the_curve(project):
+    overrides = ["writers=[console, json]", "log.every_steps=1"]
+    assert run_command("train", "run.yaml", *overrides, "trainer.max_steps=8", cwd=project).returncode == 0
+    terminal = train(project, "trainer.max_steps=30", hook="Waiting")
+    terminal.wait_for("step 9/30", "checkpoint at step 8", "└1─")
+    os.kill(terminal.process, signal.SIGKILL)
+    terminal.wait()
+
+
+def in_terminal(act, **options):
+    return Terminal(act, columns=60, rows=10, **options)
+
+
+def test_long_work_is_a_bar_in_the_last_row_while_output_scrolls_above_it():
+    def act():
+        from trainwright.log import show_log
+
+        show_log()
+        with progress("Tokenizing", total=8, unit="rows") as advance:
+            for number in range(8):
+                print("row", number)
+                advance()
+                time.sleep(0.3)
+        print("after")
+
+    terminal = in_terminal(act)
+    terminal.wait_for("Tokenizing  ━", "4/8 rows", "row 3")
+    assert terminal.shown().splitlines()[-1].startswith("Tokenizing")
+    assert terminal.wait() == 0
+    lines = terminal.all_text().split("\n")
+    assert [f"row {number}" for number in range(8)] == lines[:8]
+    assert re.fullmatch(r"Tokenizing: done in 2\.\d s \(8 rows\)\.", lines[8])
+    assert lines[9] == "after"
+    assert "Tokenizing  ━" not in terminal.shown()
+
+
+def test_short_work_leaves_nothing(capfd):
+    def act():
+        with progress("Packing"):
+            time.sleep(0.05)
+
+    terminal = in_terminal(act)
+    assert terminal.wait() == 0
+    assert terminal.raw == b""
+
+
+def test_work_in_a_pipe_is_logged_after_two_seconds_and_repeated_work_once_a_minute(tmp_path):
+    program = (
+        "import time\n"
+        "from trainwright.log import show_log\n"
+        "from trainwright.progress import progress\n"
+        "show_log()\n"
+        "for _ in range(2):\n"
+        "    with progress('Evaluating valid', total=4, unit='batches') as advance:\n"
+        "        advance(2)\n"
+        "        time.sleep(2.2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second = done.stderr.splitlines()
+    assert re.fullmatch(r"Evaluating valid: 2/4 batches  0:02 left after 2 s", first)
+    assert re.fullmatch(r"Evaluating valid: done in 2\.\d s \(2 batches\)\.", second)
+
+
+def test_rows_are_given_up_where_the_terminal_is_too_small():
+    def act():
+        rows = BottomRows(2)
+        rows.show(["one", "two"])
+        print("text", flush=True)
+        while os.get_terminal_size(2).lines > 4:
+            time.sleep(0.01)
+        rows.show(["one", "two"])
+        print("more", flush=True)
+        rows.close()
+
+    terminal = in_terminal(act)
+    terminal.wait_for("one", "two", "text")
+    terminal.resize(60, 4)
+    assert terminal.wait() == 0
+    assert "more" in terminal.shown()
+    assert "two" not in terminal.shown()
+
+
+def test_a_chart_needs_few_points():
+    assert len(decimate([(step, step % 7) for step in range(100_000)], 400)) <= 402
