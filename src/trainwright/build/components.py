@@ -219,6 +219,22 @@ class Build:
         self._sections[id(model)] = named
         return model
 
+    def part(self, kind: str, label: str, section: Mapping[str, Any], *, called_with: str = "") -> Any:
+        """The object of a further component, which is the setting `label`, such as `trainer.rewards.0`.
+
+        A function with the parameter `called_with` is not called, but is itself the object, with the arguments set.
+        """
+        component = Component.from_mapping(section).located_at(self.config.origin(label))
+        where, project_dir = component.origin, self.project_dir
+        target = registry.find(kind, component.type, project_dir=project_dir, where=where, label=label)
+        if not is_called_later(target, called_with):
+            return self._make(kind, label, component)
+        arguments, names = component.arguments.to_dict(), tuple(parameters_of(target) or ())
+        registry.check_arguments(
+            target, arguments, label=label, where=where, provided=names, origin_of=self.config.origin
+        )
+        return partial(target, **arguments)
+
     def config_of(self, model: torch.nn.Module) -> RunConfig:
         """The config whose model section is that of a model of `model_of`; the run's for any other model."""
         section = self._sections.get(id(model))
@@ -844,6 +860,11 @@ class Build:
             logger.warning("data.split: %d samples are too few for a set %s: it is left out.", len(whole), name)
             del splits[name]
         return splits
+
+
+def is_called_later(target: Any, called_with: str) -> bool:
+    """Returns True for a function that a component names as the object itself: it has the parameter `called_with`."""
+    return inspect.isfunction(target) and called_with in inspect.signature(target).parameters
 
 
 def reject_loss(loss: Any, label: str, origin: registry.OriginOf) -> None:

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainwright.data.tokenizer import Span, TextTokenizer
@@ -321,6 +322,48 @@ def render_prompt(
     """Returns the tokens of a conversation and of the beginning of the assistant's next turn, to generate it."""
     text, _ = _Template.of(tokenizer, tools, chat_template).render(messages, add_generation_prompt=True)
     return tokenizer.encode_with_spans(text)[0]
+
+
+PROBE = "X"
+"""The assistant's turn of the conversation that shows how a template ends one."""
+
+
+def end_of_turn(tokenizer: TextTokenizer, chat_template: str | None = None) -> int:
+    """Returns the special token with which the chat template ends the assistant's turn."""
+    question = {"role": "user", "content": PROBE}
+    prompt = render_prompt([question], tokenizer, chat_template=chat_template)
+    answer = {"role": "assistant", "content": PROBE}
+    whole = render_chat([question, answer], tokenizer, train_on="all", chat_template=chat_template).ids
+    found = next((token for token in turn_of(prompt, whole) if token in tokenizer.special_ids), tokenizer.eos_id)
+    if found is None:
+        raise DataError(
+            "the chat template ends the assistant's turn with no special token of the tokenizer "
+            f"{tokenizer.name}, so that no generated turn would end. Set chat_template."
+        )
+    return found
+
+
+def turn_of(prompt: Sequence[int], conversation: Sequence[int]) -> Sequence[int]:
+    """Returns the tokens of a conversation after those that it shares with a prompt.
+
+    The prompt may have more than the finished turn, such as the beginning of a thought.
+    """
+    pairs = enumerate(zip(prompt, conversation, strict=False))
+    num_shared = next((n for n, (one, other) in pairs if one != other), min(len(prompt), len(conversation)))
+    return conversation[num_shared:]
+
+
+def read_template(given: str, project_dir: Path) -> str:
+    """Returns a chat template that is given as its text, or as a .jinja file."""
+    if "{" in given:
+        return given
+    file = project_dir / Path(given).expanduser()
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"chat_template: {file} cannot be read: {error}. Use a .jinja file, or the text of a template."
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.data.chat import Chat, RenderedChat, TextPair, check_train_on, read_row, render
+from trainwright.data.chat import Chat, RenderedChat, TextPair, check_train_on, read_row, read_template, render
 from trainwright.data.fetch import draws_nothing, fetch, is_stream, positive_indices
 from trainwright.data.mix import check_dataset
 from trainwright.data.process import ProcessedStream
@@ -195,7 +195,7 @@ class RowRenderer:
         self.tokenizer.find_chat_template()
         _ = self.tokenizer.vocab_size
         if self._template is None and self._given_template is not None:
-            self._template = _read_template(self._given_template, self._project_dir)
+            self._template = read_template(self._given_template, self._project_dir)
         return self._template
 
     def _drop_turns(self, found: Chat | TextPair, template: str | None) -> RenderedChat:
@@ -210,18 +210,6 @@ class RowRenderer:
             if len(render(shorter, self.tokenizer, train_on="all", chat_template=template).ids) <= self.max_length:
                 return render(shorter, self.tokenizer, train_on=self.train_on, chat_template=template)
         return RenderedChat([], [])
-
-
-def _read_template(given: str, project_dir: Path) -> str:
-    if "{" in given:
-        return given
-    file = project_dir / Path(given).expanduser()
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"chat_template: {file} cannot be read: {error}. Use a .jinja file, or the text of a template."
-        ) from error
 
 
 @dataclass
