@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -219,10 +219,10 @@ class Build:
         self._sections[id(model)] = named
         return model
 
-    def part(self, kind: str, label: str, section: Mapping[str, Any], *, called_with: str = "") -> Any:
+    def part(self, kind: str, label: str, section: Mapping[str, Any], *, called_with: Sequence[str] = ()) -> Any:
         """The object of a further component, which is the setting `label`, such as `trainer.rewards.0`.
 
-        A function with the parameter `called_with` is not called, but is itself the object, with the arguments set.
+        A function that has one of the parameters `called_with` is not called, but is itself the object.
         """
         component = Component.from_mapping(section).located_at(self.config.origin(label))
         where, project_dir = component.origin, self.project_dir
@@ -862,9 +862,9 @@ class Build:
         return splits
 
 
-def is_called_later(target: Any, called_with: str) -> bool:
-    """Returns True for a function that a component names as the object itself: it has the parameter `called_with`."""
-    return inspect.isfunction(target) and called_with in inspect.signature(target).parameters
+def is_called_later(target: Any, called_with: Sequence[str]) -> bool:
+    """Returns True for a function that is itself the object, because it has one of the parameters `called_with`."""
+    return inspect.isfunction(target) and not inspect.signature(target).parameters.keys().isdisjoint(called_with)
 
 
 def reject_loss(loss: Any, label: str, origin: registry.OriginOf) -> None:

@@ -146,6 +146,8 @@ class GRPOOptions(Section):
     """Whether the ratio of probabilities is that of each token, or one of the completion (GSPO)."""
     beta: NotNegative = 0.0
     """The weight of the KL divergence from the reference; 0: without a reference."""
+    use_bias_correction_kl: bool = True
+    """Whether the divergence is multiplied by the ratio, so that its gradient has no bias."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The ratio is clipped below 1 - epsilon."""
     epsilon_high: Positive | None = None
@@ -160,6 +162,24 @@ class GRPOOptions(Section):
     """The temperature of evaluations, which sample one completion for each prompt; 0: the most likely tokens."""
     log_completions: bool = True
     """Whether each log line has a prompt with a completion and its reward."""
+
+    @model_validator(mode="after")
+    def _reject_unused(self) -> GRPOOptions:
+        reasons = {}
+        if self.num_iterations == 1:
+            reason = "has no effect with num_iterations 1: the ratio is 1 in an update with new completions."
+            reasons = {"epsilon": reason, "epsilon_high": reason}
+        if not self.beta:
+            reasons["use_bias_correction_kl"] = "has no effect with beta 0, which has no KL term."
+        fields = type(self).model_fields
+        problems = [
+            Problem((name,), reason)
+            for name, reason in reasons.items()
+            if getattr(self, name) != fields[name].default
+        ]
+        if problems:
+            raise reject_all(problems)
+        return self
 
 
 TRAINER_OPTIONS: Mapping[str, type[Section]] = {

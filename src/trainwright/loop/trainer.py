@@ -132,10 +132,10 @@ class Builder(Protocol):
     def model_of(self, label: str, section: Mapping[str, Any]) -> torch.nn.Module:
         """The model of a further model section, which is the setting `label`."""
 
-    def part(self, kind: str, label: str, section: Mapping[str, Any], *, called_with: str = "") -> Any:
+    def part(self, kind: str, label: str, section: Mapping[str, Any], *, called_with: Sequence[str] = ()) -> Any:
         """The object of a further component, which is the setting `label`.
 
-        A function with the parameter `called_with` is not called, but is itself the object.
+        A function that has one of the parameters `called_with` is not called, but is itself the object.
         """
 
     def optimizers(self, model: torch.nn.Module) -> Mapping[str, torch.optim.Optimizer]:

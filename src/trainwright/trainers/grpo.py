@@ -35,7 +35,7 @@ from trainwright.models.generation import Completions, room_after, sample_comple
 from trainwright.models.layers.losses import at_least_float32, label_log_probs
 from trainwright.parallel.collectives import Ranks
 from trainwright.trainers.dpo import evaluating, is_base_with_adapters, reference_of
-from trainwright.trainers.rewards import Reward, Samples
+from trainwright.trainers.rewards import OWN_ARGUMENTS, Reward, Samples
 from trainwright.user_code.locations import UserFiles
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class GRPOTrainer(Trainer):
         for number, section in enumerate(options.rewards):
             plain = {key: value for key, value in section.items() if key not in REWARD_KEYS}
             label = f"trainer.rewards.{number}"
-            function = build.part("reward", label, plain, called_with="completions")
+            function = build.part("reward", label, plain, called_with=OWN_ARGUMENTS)
             if not callable(function):
                 raise ConfigError(
                     f"{label}: {type(function).__name__} cannot be called. Define __call__(self, completions, "
@@ -193,6 +193,8 @@ class GRPOTrainer(Trainer):
         if "reference_log_probs" in batch:
             difference = batch["reference_log_probs"].flatten(0, 1) - log_probs
             kl = difference.exp() - difference - 1
+            if options.use_bias_correction_kl:
+                kl = kl * ratio
             losses = losses + options.beta * kl
             metrics["kl"] = Mean((kl.detach() * mask).sum(), num_tokens)
         is_low = (ratio.detach() < lowest) & (advantages < 0)
