@@ -7,14 +7,14 @@ PYTHONPATH=. python tests/references/grpo_trl.py
 import json
 import tempfile
 from pathlib import Path
+from typing import ClassVar
 
 import transformers
 import trl
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 from tests.references import grpo_cases as cases
 from tests.references import preference_cases
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 COMMON = {
     "max_steps": None,
@@ -38,7 +38,7 @@ COMMON = {
 class Recording(trl.GRPOTrainer):
     """Keeps the exact losses, which the log rounds, and the metrics of each update."""
 
-    lines = []
+    lines: ClassVar[list] = []
 
     def compute_loss(self, *args, **kwargs):
         loss = super().compute_loss(*args, **kwargs)

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from tests.references import grpo_cases as cases
 from tests.references import preference_cases
 from tests.trainers import preference_runs as runs
 
-from trainwright import RunConfig, build_trainer
+from trainwright import build_trainer
 from trainwright.models.generation import Completions
 from trainwright.trainers.grpo import GRPOTrainer
 

@@ -39,7 +39,7 @@ from trainwright.analysis.findings import (
 )
 from trainwright.analysis.unsaved_state import RepeatedStep, find_unsaved, outcome_of
 from trainwright.backends import expected_precision
-from trainwright.build.components import Build
+from trainwright.build.components import Build, is_called_later
 from trainwright.build.data import describe_size, limits, may_make_batches
 from trainwright.build.run import build_trainer, sets_of
 from trainwright.compile.host_sync import HostSyncMode, Sighting, watching
@@ -65,6 +65,7 @@ from trainwright.models.transformers_models import is_transformers_class
 from trainwright.optim.torch_schedules import accepts_optimizer, missing_lengths
 from trainwright.registry import resolve as registry
 from trainwright.registry.trust import reject_untrusted
+from trainwright.trainers.rewards import OWN_ARGUMENTS
 from trainwright.user_code.locations import (
     SourceLocation,
     UserFiles,
@@ -187,6 +188,8 @@ def _check_arguments(
     parameters = [one for one in signature.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     by_kind = {"optimizer": ["params"], "writer": ["folder"], "sampler": ["dataset", "data_source", "batch_size"]}
     provided = [*by_kind.get(kind, []), "project_dir"]
+    if kind == "reward" and is_called_later(target, OWN_ARGUMENTS):
+        provided += [one.name for one in parameters]
     reserved = case.config.model.reserved if kind == "model" and case.config.model is not None else {}
     if kind == "model" and ("preset" in arguments or "pretrained" in reserved):
         provided += [one.name for one in parameters]  # the preset or the pretrained folder has the others

@@ -25,6 +25,7 @@ from trainwright.config import (
     resolve_batch,
 )
 from trainwright.config.frozen import thaw
+from trainwright.config.trainer_options import reward_component
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.hooks.throughput import TimeSteps
@@ -144,6 +145,11 @@ def components_of(config: RunConfig) -> Iterator[tuple[str, str, Component]]:
     single += [(f"hooks.{number}", "hook", each) for number, each in enumerate(config.hooks)]
     single += [(f"writers.{number}", "writer", each) for number, each in enumerate(config.writers)]
     single += [(f"evaluation.metrics.{name}", "metric", each) for name, each in config.evaluation.metrics.items()]
+    rewards = config.trainer.options.get("rewards", ())
+    if config.trainer.type == "grpo":
+        single += [
+            (f"trainer.rewards.{number}", "reward", reward_component(each)) for number, each in enumerate(rewards)
+        ]
     for label, kind, component in single:
         if component is not None:
             yield label, kind, component
@@ -506,6 +512,8 @@ class _Explanation:
         self._part("writers", self._labels("writer"), "build_writers")
         if self.config.evaluation.metrics:
             self._part("metrics", self._labels("metric"), None)
+        if self._labels("reward"):
+            self._part("rewards", self._labels("reward"), None)
         self._trainer()
 
     def _labels(self, kind: str) -> list[str]:

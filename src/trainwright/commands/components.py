@@ -36,12 +36,13 @@ SECTIONS = {
     "metric": "evaluation.metrics.NAME",
     "task": "task",
     "loss": "trainer.loss",
+    "reward": "trainer.rewards",
     "transform": "data.train.transform",
     "tokenizer": "data.collator.tokenizer",
 }
 """The setting of each kind of component in a run file."""
 
-_LISTS = ("hook", "writer")
+_LISTS = ("hook", "writer", "reward")
 # The components that are arguments of another one, and an example of that one.
 _OUTER = {"transform": "torchvision.datasets:ImageFolder", "tokenizer": "transformers:DataCollatorWithPadding"}
 # evaluation.metrics reads these two: the output and the field of the batch that the metric gets.

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from trainwright.config.component import Component
 from trainwright.config.frozen import Frozen, freeze
 from trainwright.config.problems import Problem, describe, reject, reject_all
 from trainwright.config.sections import Positive, Section
@@ -121,6 +122,13 @@ def reward_name(section: Mapping[str, Any]) -> Any:
     return section.get("name", re.split(r"[.:/]", section["type"])[-1])
 
 
+def reward_component(section: Mapping[str, Any] | str) -> Component:
+    """Return a reward without the keys that its constructor does not get."""
+    if isinstance(section, str):
+        return Component(section)
+    return Component.from_mapping({key: value for key, value in section.items() if key not in REWARD_KEYS})
+
+
 class GRPOOptions(Section):
     """The options of `trainer.type: grpo`, named as in TRL."""
 
@@ -173,9 +181,7 @@ class GRPOOptions(Section):
             reasons["use_bias_correction_kl"] = "has no effect with beta 0, which has no KL term."
         fields = type(self).model_fields
         problems = [
-            Problem((name,), reason)
-            for name, reason in reasons.items()
-            if getattr(self, name) != fields[name].default
+            Problem((name,), reason) for name, reason in reasons.items() if getattr(self, name) != fields[name].default
         ]
         if problems:
             raise reject_all(problems)

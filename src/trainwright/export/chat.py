@@ -16,6 +16,7 @@ from trainwright.errors import ConfigError, DataError
 from trainwright.export.text import Continuation
 from trainwright.models.pretrained import CONFIG_FILE
 
+
 @dataclass(frozen=True)
 class ChatFormat:
     """How conversations become tokens, and what ends a turn of the assistant."""

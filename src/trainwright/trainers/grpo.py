@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainwright.config.trainer_options import REWARD_KEYS, GRPOOptions, reward_name
+from trainwright.config.trainer_options import GRPOOptions, reward_component, reward_name
 from trainwright.data.order import mix_seed
 from trainwright.errors import ConfigError, DataError
 from trainwright.events import Mean
@@ -57,9 +57,7 @@ class GRPOTrainer(Trainer):
     of the prompt in the data and its number in the group.
     """
 
-    known_eval_names: ClassVar[tuple[str, ...]] = (
-        *("reward", "completions/mean_length", "completions/clipped_ratio"),
-    )
+    known_eval_names: ClassVar[tuple[str, ...]] = (*("reward", "completions/mean_length", "completions/clipped_ratio"),)
     varying_memory: ClassVar[str] = "with trainer.type grpo later completions may be longer than those of that step."
     options_section = GRPOOptions
     options: GRPOOptions
@@ -88,9 +86,8 @@ class GRPOTrainer(Trainer):
             )
         rewards = []
         for number, section in enumerate(options.rewards):
-            plain = {key: value for key, value in section.items() if key not in REWARD_KEYS}
             label = f"trainer.rewards.{number}"
-            function = build.part("reward", label, plain, called_with=OWN_ARGUMENTS)
+            function = build.part("reward", label, reward_component(section), called_with=OWN_ARGUMENTS)
             if not callable(function):
                 raise ConfigError(
                     f"{label}: {type(function).__name__} cannot be called. Define __call__(self, completions, "

@@ -55,7 +55,7 @@ class Prompts:
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         """Returns the batch, on the host."""
         prompts = require(columns_of(samples), "prompt", "A row needs a prompt: a text, or a list of messages.")
-        rows = [self._encode(prompt, sample, number) for number, (prompt, sample) in enumerate(zip(prompts, samples))]
+        rows = [self._encode(prompt, samples[number], number) for number, prompt in enumerate(prompts)]
         width = max(map(len, rows))
         return {
             "prompt_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
