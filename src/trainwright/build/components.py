@@ -228,7 +228,12 @@ class Build:
         where, project_dir = component.origin, self.project_dir
         target = registry.find(kind, component.type, project_dir=project_dir, where=where, label=label)
         if not is_called_later(target, called_with):
-            return self._make(kind, label, component)
+            try:
+                return self._make(kind, label, component)
+            except ConfigError as error:
+                if error.where is not None:
+                    raise
+                raise type(error)(f"{label}: {error.problem}", where=where) from error
         arguments, names = component.arguments.to_dict(), tuple(parameters_of(target) or ())
         registry.check_arguments(
             target, arguments, label=label, where=where, provided=names, origin_of=self.config.origin

@@ -35,7 +35,7 @@ from trainwright.models.generation import Completions, room_after, sample_comple
 from trainwright.models.layers.losses import at_least_float32, label_log_probs
 from trainwright.parallel.collectives import Ranks
 from trainwright.trainers.dpo import evaluating, is_base_with_adapters, reference_of
-from trainwright.trainers.rewards import OWN_ARGUMENTS, Reward, Samples
+from trainwright.trainers.rewards import OWN_ARGUMENTS, Reward, Samples, text_of
 from trainwright.user_code.locations import UserFiles
 
 logger = logging.getLogger(__name__)
@@ -214,9 +214,11 @@ class GRPOTrainer(Trainer):
             seeds = [mix_seed(self.config.seed, _EVAL_STREAM, *prompt) for prompt in ids]
         completions = self._generate(batch, copies=1, temperature=temperature, seeds=seeds)
         samples = self._samples(rows, completions.rows())
-        rewards = torch.tensor(self._score(samples), dtype=torch.float64)  # [rows, rewards]
+        scores = self._score(samples)
+        if self.options.log_completions and self.batch.num_samples:
+            get_event_storage().put_text("completion", self._describe(samples, scores))
+        rewards = torch.tensor(scores, dtype=torch.float64)  # [rows, rewards]
         reward, num_rows = self._weigh(rewards), len(rows)
-        self._show(samples, reward)
         logs = {
             "reward": Mean(reward.nansum(), (~reward.isnan()).sum()),
             "completions/mean_length": Mean(completions.mask.sum(), num_rows),
@@ -240,16 +242,17 @@ class GRPOTrainer(Trainer):
             scores = self._score(samples)
         is_truncated = (~made.is_stopped).tolist()
         counts = self.batch.num_samples > 0
-        own = (scores, list(map(len, completions)), is_truncated) if counts else ([], [], [])
-        gathered = self.ranks.gather_samples(own)
-        rewards = torch.tensor([row for each, _, _ in gathered for row in each], dtype=torch.float64)
+        own = (scores, list(map(len, completions)), is_truncated, self._describe(samples, scores))
+        gathered = self.ranks.gather_samples(own if counts else ([], [], [], ""))
+        rewards = torch.tensor([row for each, *_ in gathered for row in each], dtype=torch.float64)
         advantages, metrics = self._compare(rewards)
-        num_before = sum(len(each) for each, _, _ in gathered[: self.ranks.mesh.data_rank])
-        lengths = [length for _, each, _ in gathered for length in each]
+        num_before = sum(len(each) for each, *_ in gathered[: self.ranks.mesh.data_rank])
+        lengths = [length for _, each, *_ in gathered for length in each]
         metrics["completions/mean_length"] = sum(lengths) / len(lengths)
-        metrics["completions/clipped_ratio"] = sum(sum(each) for _, _, each in gathered) / len(lengths)
+        metrics["completions/clipped_ratio"] = sum(sum(each) for _, _, each, _ in gathered) / len(lengths)
+        if self.options.log_completions:
+            self.storage.put_text("completion", next(text for *_, text in gathered if text))
         own_advantages = advantages[num_before : num_before + len(completions)] if counts else torch.zeros(len(scores))
-        self._show(samples, self._weigh(torch.tensor(scores, dtype=torch.float64)))
         rollouts = _pad(*_prompts_of(batch), completions, is_masked=is_truncated, options=options)
         rollouts["advantages"] = own_advantages.float().view(len(rows), -1)
         rollouts = self._add_log_probs({name: each.to(self.device) for name, each in rollouts.items()})
@@ -395,14 +398,12 @@ class GRPOTrainer(Trainer):
     def _autocast(self) -> Any:
         return self.backend.autocast(self.config.runtime.precision, keeps_casts=self.context.updater.sync is None)
 
-    def _show(self, samples: Samples, rewards: Tensor) -> None:
-        """Puts the first prompt with a completion and its reward."""
-        if not self.options.log_completions:
-            return
-        prompt, completion = samples.prompts[0], samples.completions[0]
-        shown = [each if isinstance(each, str) else each[-1].get("content") for each in (prompt, completion)]
-        first, second = (repr(text)[:_SHOWN_CHARACTERS] for text in shown)
-        get_event_storage().put_text("completion", f"{first} → {second} (reward {rewards[0].item():.4g})")
+    def _describe(self, samples: Samples, scores: Sequence[Sequence[float]]) -> str:
+        """Returns the first prompt with a completion and its reward, to be logged."""
+        reward = self._weigh(torch.tensor(scores[:1], dtype=torch.float64)).item()
+        pair = (samples.prompts[0], samples.completions[0])
+        prompt, completion = (repr(text_of(each))[:_SHOWN_CHARACTERS] for each in pair)
+        return f"{prompt} → {completion} (reward {reward:.4g})"
 
 
 def compare(rewards: Tensor, *, scale: str) -> tuple[Tensor, Tensor]:
