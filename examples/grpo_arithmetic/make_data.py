@@ -1,8 +1,13 @@
-"""Writes sums: examples.jsonl, half of whose answers are wrong, prompts.jsonl for GRPO, and valid.jsonl for both."""
+"""Writes sums of two numbers below 20: prompts with their answers for GRPO, and examples for the warm-up.
+
+The answer of an example is right, one too high (twice as often), or one too low: most of them are wrong.
+"""
 
 import json
 import random
 from pathlib import Path
+
+MISTAKES = (0, 1, 1, -1)
 
 
 def write(name, rows):
@@ -10,14 +15,14 @@ def write(name, rows):
 
 
 draw = random.Random(0)
-pairs = [(left, right) for left in range(50) for right in range(50)]
-draw.shuffle(pairs)
-questions = [{"prompt": f"{left}+{right}=", "answer": str(left + right)} for left, right in pairs]
-valid, train = questions[:250], questions[250:]
-write("valid.jsonl", valid)
-write("prompts.jsonl", train)
-examples = []
-for row in train:
-    wrong = str(max(0, int(row["answer"]) + draw.choice([-10, -2, -1, 1, 2, 10])))
-    examples.append({"prompt": row["prompt"], "completion": row["answer"] if draw.random() < 0.4 else wrong})
+sums = [{"prompt": f"{left}+{right}=", "answer": str(left + right)} for left in range(20) for right in range(20)]
+draw.shuffle(sums)
+write("valid.jsonl", sums[:80])  # GRPO does not see these
+write("prompts.jsonl", sums[80:])
+examples = [
+    {"prompt": row["prompt"], "completion": str(max(0, int(row["answer"]) + draw.choice(MISTAKES)))}
+    for row in sums
+    for _ in range(10)
+]
+draw.shuffle(examples)
 write("examples.jsonl", examples)

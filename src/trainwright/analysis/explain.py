@@ -584,7 +584,7 @@ class _Explanation:
         where = self.config.written_at(("trainer", "type")) or "default"
         named = replace(found, text=f"{found.text} ({where})")
         calls = [named, *self.trainer_calls("__init__"), *self.trainer_calls("post_init")]
-        options = ", ".join(f"{name}: {value}" for name, value in self.config.trainer.options.items())
+        options = ", ".join(f"{name}: {_shown(value)}" for name, value in self.config.trainer.options.items())
         self.phase("trainer", calls, 1, remark=f"with {options}" if options else "")
         self.problem("trainer")
 

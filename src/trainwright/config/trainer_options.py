@@ -90,6 +90,8 @@ class DistillOptions(Section):
     """The weight of the distillation loss; that of the loss on the labels is 1 - alpha."""
 
 
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""The arguments of a reward besides the fields of the rows. A function that has one of them is itself the reward."""
 REWARD_KEYS = ("weight", "name")
 """The keys of a reward that are not arguments of its constructor."""
 

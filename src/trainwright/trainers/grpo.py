@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trainwright.config.trainer_options import GRPOOptions, reward_component, reward_name
+from trainwright.config.trainer_options import REWARD_ARGUMENTS, GRPOOptions, reward_component, reward_name
 from trainwright.data.order import mix_seed
 from trainwright.errors import ConfigError, DataError
 from trainwright.events import Mean
@@ -35,7 +35,7 @@ from trainwright.models.generation import Completions, room_after, sample_comple
 from trainwright.models.layers.losses import at_least_float32, label_log_probs
 from trainwright.parallel.collectives import Ranks
 from trainwright.trainers.dpo import evaluating, is_base_with_adapters, reference_of
-from trainwright.trainers.rewards import OWN_ARGUMENTS, Reward, Samples, text_of
+from trainwright.trainers.rewards import Reward, Samples, text_of
 from trainwright.user_code.locations import UserFiles
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class GRPOTrainer(Trainer):
         rewards = []
         for number, section in enumerate(options.rewards):
             label = f"trainer.rewards.{number}"
-            function = build.part("reward", label, reward_component(section), called_with=OWN_ARGUMENTS)
+            function = build.part("reward", label, reward_component(section), called_with=REWARD_ARGUMENTS)
             if not callable(function):
                 raise ConfigError(
                     f"{label}: {type(function).__name__} cannot be called. Define __call__(self, completions, "
@@ -231,6 +231,8 @@ class GRPOTrainer(Trainer):
     def _make_rollouts(self, batch: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Returns completions of the prompts with their advantages, and the metrics of all ranks; collective."""
         rows, options = _rows_of(batch), self.options
+        if type(batch["prompt_ids"]) is not Tensor:  # those of an estimate have no values
+            return self._add_log_probs(_longest(batch["prompt_ids"], options)), {}
         data = self.train_data
         assert data is not None
         first, _ = data.view.share(*data.batch_positions)
@@ -478,6 +480,15 @@ def _pad(
         labels.append([IGNORED_LABEL] * len(start) + [*counted] + [IGNORED_LABEL] * padding)
     columns = {"input_ids": ids, "attention_mask": masks, "labels": labels}
     return {name: torch.tensor(each).view(len(prompts), copies, width) for name, each in columns.items()}
+
+
+def _longest(prompt_ids: Tensor, options: GRPOOptions) -> dict[str, Tensor]:
+    """Returns completions of the greatest length, of tokens without values."""
+    num_prompts, width = prompt_ids.shape
+    shape = (num_prompts, options.num_generations, width + options.max_completion_length)
+    ids = prompt_ids.new_zeros(shape)
+    advantages = torch.zeros(shape[:2], device=prompt_ids.device)
+    return {"input_ids": ids, "attention_mask": ids + 1, "labels": ids.clone(), "advantages": advantages}
 
 
 _PER_TOKEN = {"input_ids": 0, "attention_mask": 0, "labels": IGNORED_LABEL}

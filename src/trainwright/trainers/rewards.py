@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainwright.config.trainer_options import REWARD_ARGUMENTS
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.user_code.locations import UserFiles, line_of_traceback, location_of, parameters_of
-
-OWN_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""The arguments of a reward besides the fields of the rows."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Samples:
         names = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
         columns = {name: [row.get(name) for row in self.rows] for name in names}
         own = (list(self.prompts), list(self.completions), [list(each) for each in self.completion_ids])
-        return {**columns, **dict(zip(OWN_ARGUMENTS, own, strict=True))}
+        return {**columns, **dict(zip(REWARD_ARGUMENTS, own, strict=True))}
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,8 @@ class Reward:
         if missing:
             raise DataError(
                 f"The reward {self.name} needs {', '.join(missing)}, but it can be called with "
-                f"{', '.join(arguments)}: the fields of the rows besides prompt, and {', '.join(OWN_ARGUMENTS)}. Add "
-                "the field to the data, or rename the parameter.",
+                f"{', '.join(arguments)}: {', '.join(REWARD_ARGUMENTS)}, and the fields of the rows besides prompt. "
+                "Add the field to the data, or rename the parameter.",
                 where=location_of(self.function),
             )
         return accepted
@@ -133,7 +131,7 @@ class ExactMatch:
         if self.field not in columns:
             raise DataError(
                 f'The reward exact_match compares with the field "{self.field}", but the rows have '
-                f"{', '.join(name for name in columns if name not in OWN_ARGUMENTS) or 'no fields'} besides prompt. "
+                f"{', '.join(name for name in columns if name not in REWARD_ARGUMENTS) or 'no fields'} besides prompt. "
                 "Set field, or add it to the data."
             )
         return [
