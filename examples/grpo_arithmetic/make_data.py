@@ -1,13 +1,13 @@
 """Writes sums of two numbers below 20: prompts with their answers for GRPO, and examples for the warm-up.
 
-The answer of an example is right, one too high (twice as often), or one too low: most of them are wrong.
+The answer of an example is right, one too high (twice as often), or two too high: most of them are wrong.
 """
 
 import json
 import random
 from pathlib import Path
 
-MISTAKES = (0, 1, 1, -1)
+MISTAKES = (0, 1, 1, 2)
 
 
 def write(name, rows):
@@ -20,7 +20,7 @@ draw.shuffle(sums)
 write("valid.jsonl", sums[:80])  # GRPO does not see these
 write("prompts.jsonl", sums[80:])
 examples = [
-    {"prompt": row["prompt"], "completion": str(max(0, int(row["answer"]) + draw.choice(MISTAKES)))}
+    {"prompt": row["prompt"], "completion": str(int(row["answer"]) + draw.choice(MISTAKES))}
     for row in sums
     for _ in range(10)
 ]

@@ -8,7 +8,7 @@ class Correct:
         self.reward = reward
 
     def __call__(self, completions, answer, **columns):
-        return [self.reward * (one.strip() == expected) for one, expected in zip(completions, answer)]
+        return [self.reward * (one.strip() == expected) for one, expected in zip(completions, answer, strict=True)]
 
 
 def digits_only(completions, **columns):

@@ -479,6 +479,8 @@ class _Explanation:
         self.lines.append(Line("heading", "Construction, in this order"))
         self.problem("imports", 1)
         self._part("task", ["task"], "build_task", default="Task: forward calls model(**batch)")
+        if self.trainer_calls("build_parts"):
+            self._part("rewards" if self._labels("reward") else "parts", self._labels("reward"), "build_parts")
         self._part("model", ["model"], "build_model", task_method="build_model")
         rules = ModelRules(self.config, self.found.parts.get("model"))
         if not self.task_calls("build_model"):
@@ -512,8 +514,6 @@ class _Explanation:
         self._part("writers", self._labels("writer"), "build_writers")
         if self.config.evaluation.metrics:
             self._part("metrics", self._labels("metric"), None)
-        if self._labels("reward"):
-            self._part("rewards", self._labels("reward"), None)
         self._trainer()
 
     def _labels(self, kind: str) -> list[str]:

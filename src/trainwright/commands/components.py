@@ -44,7 +44,11 @@ SECTIONS = {
 
 _LISTS = ("hook", "writer", "reward")
 # The components that are arguments of another one, and an example of that one.
-_OUTER = {"transform": "torchvision.datasets:ImageFolder", "tokenizer": "transformers:DataCollatorWithPadding"}
+_OUTER = {
+    "transform": "torchvision.datasets:ImageFolder",
+    "tokenizer": "transformers:DataCollatorWithPadding",
+    "reward": "grpo",
+}
 # evaluation.metrics reads these two: the output and the field of the batch that the metric gets.
 _METRIC_INPUTS = (Parameter("outputs", "'logits'", "str"), Parameter("labels", "'labels'", "str"))
 
