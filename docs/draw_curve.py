@@ -1,4 +1,4 @@
-"""Draws values of a run's metrics.json over the steps: `python docs/draw_curve.py metrics.json OUT.svg NAME=LABEL …`."""
+"""Draws values of metrics.json over steps: `python docs/draw_curve.py metrics.json OUT.svg NAME=LABEL …`."""
 
 from __future__ import annotations
 
