@@ -15,6 +15,7 @@ from tests.trainers import grpo_runs
 from tests.trainers import preference_runs as runs
 
 from trainwright import build_trainer
+from trainwright.build.components import Build
 from trainwright.errors import ComponentError, ConfigError, DataError, TrainwrightError
 from trainwright.models.generation import Completions
 from trainwright.trainers.grpo import GRPOTrainer, compare
@@ -346,7 +347,6 @@ def test_two_rewards_of_a_class_have_names_of_their_own(base, tmp_path):
 
 REJECTED = {
     "graph": (["runtime.mode=graph"], "runtime.mode"),
-    "context": (["runtime.mesh={context: 2}"], "runtime.mesh"),
     "epochs": (["trainer.num_iterations=2", "trainer.max_epochs=1"], "trainer.max_epochs"),
     "rollback": (["trainer.num_iterations=2", "anomalies.non_finite=rollback"], "anomalies.non_finite"),
     "epsilon": (["trainer.epsilon=0.1"], "trainer.epsilon"),
@@ -354,7 +354,7 @@ REJECTED = {
     "bnpo": (["trainer.loss_type=bnpo"], "trainer.loss_type"),
     "one": (["trainer.num_generations=1"], "trainer.num_generations"),
     "auto": (["trainer.micro_batch_size=auto"], "trainer.micro_batch_size"),
-    "checkpointing": (["model.activation_checkpointing=auto"], "model.activation_checkpointing"),
+    "checkpointing": (["model.activation_checkpointing={budget: auto}"], "model.activation_checkpointing"),
     "data": (["data.train=null"], "data.train"),
     "collator": (["data.collator={type: tokenize, tokenizer: bytes, text: prompt, drop: [counts]}"], "data.collator"),
     "room": (["trainer.max_completion_length=64"], "trainer.max_completion_length"),
@@ -367,6 +367,14 @@ def test_settings_that_do_not_work_are_rejected_by_name(base, tmp_path, case):
     overrides, setting = REJECTED[case]
     with raises(TrainwrightError, setting):
         train(base, tmp_path, *overrides)
+
+
+@pytest.mark.parametrize("axis", ["context", "pipeline"])
+def test_a_mesh_whose_models_cannot_generate_is_rejected_before_the_model_is_built(base, axis):
+    build = Build(runs.load(base, grpo_runs.settings(base), f"runtime.mesh={{{axis}: 2}}"))
+    build.take_trainer(GRPOTrainer)
+    with raises(ConfigError, f"runtime.mesh.{axis}"):
+        GRPOTrainer.build_parts(build)
 
 
 def test_a_subclass_makes_its_own_prompts(base, tmp_path):

@@ -57,7 +57,7 @@ class GRPOTrainer(Trainer):
     of the prompt in the data and its number in the group.
     """
 
-    known_eval_names: ClassVar[tuple[str, ...]] = (*("reward", "completions/mean_length", "completions/clipped_ratio"),)
+    known_eval_names: ClassVar[tuple[str, ...]] = ("reward", "completions/mean_length", "completions/clipped_ratio")
     varying_memory: ClassVar[str] = "with trainer.type grpo later completions may be longer than those of that step."
     options_section = GRPOOptions
     options: GRPOOptions
