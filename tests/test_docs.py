@@ -450,3 +450,15 @@ def test_the_example_with_ray_works(in_tmp):
     done = subprocess.run([sys.executable, "with_ray.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "best: {'lr': " in done.stdout
+
+
+def test_the_page_on_grpo_works_and_its_rewards_rise(reader):
+    reader.exit_code = 0
+    for block in blocks_of((DOCS / "grpo.md").read_text("utf-8")):
+        reader.read([block])
+        if not block[0]:
+            assert reader.exit_code == 0, reader.shown
+    for run in ("grpo", "lora", "twice"):
+        lines = [json.loads(line) for line in Path(f"runs/{run}/metrics.json").read_text().splitlines()]
+        found = [line["rewards/Right/mean"] for line in lines if "rewards/Right/mean" in line]
+        assert found[-1] > found[0] + 0.1, run

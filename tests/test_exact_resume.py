@@ -14,7 +14,7 @@ import pytest
 import torch
 from tests.data.kinds import SOURCES
 from tests.faults import runs  # noqa: F401  # imports, before the fork, what each child would
-from tests.trainers import preference_runs
+from tests.trainers import grpo_runs, preference_runs
 
 from trainwright import Hook, RunConfig, build_trainer
 from trainwright.build.components import Build
@@ -196,5 +196,30 @@ def test_a_killed_preference_run_ends_with_the_bits_of_an_undisturbed_one(case, 
     assert run_in_child(config("undisturbed")) == 0
     assert run_in_child(config("killed"), signal_at=3) == -signal.SIGKILL
     assert run_in_child(config("killed"), signal_at=6) == -signal.SIGKILL
+    assert run_in_child(config("killed")) == 0
+    assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "killed"))
+
+
+# The settings of the trainer. A stop after the third step is between two updates that use the same completions.
+GRPO = {
+    "the same completions twice": {"num_iterations": 2, "beta": 0.1, "micro_batch_size": 1},
+    "new completions": {"temperature": 0.8, "top_k": 12, "scale_rewards": "batch"},
+}
+
+
+@pytest.mark.parametrize("case", GRPO)
+def test_a_killed_grpo_run_ends_with_the_bits_of_an_undisturbed_one(case, tmp_path):
+    grpo_runs.prepare(tmp_path)
+    content = grpo_runs.with_evaluation(grpo_runs.settings(tmp_path, **GRPO[case], max_steps=8))
+    content["model"] |= {"lora": {"match": "*_proj", "rank": 4, "dropout": 0.3}}
+    content["trainer"]["optimizer"] = {"type": "adamw", "lr": 0.01}
+    content["checkpoint"] = {"every_steps": 3}
+
+    def config(name):
+        return preference_runs.load(tmp_path, content, f"name={name}", f"output_dir={tmp_path}")
+
+    assert run_in_child(config("undisturbed")) == 0
+    assert run_in_child(config("killed"), signal_at=4) == -signal.SIGKILL
+    assert run_in_child(config("killed"), signal_at=7) == -signal.SIGKILL
     assert run_in_child(config("killed")) == 0
     assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "killed"))

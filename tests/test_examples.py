@@ -20,7 +20,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 def copy_example(name, tmp_path):
     return shutil.copytree(
-        EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "minilm", "exported")
+        EXAMPLES / name,
+        tmp_path / name,
+        ignore=shutil.ignore_patterns("runs", "minilm", "exported", "warm_up", "*.jsonl"),
     )
 
 
@@ -107,6 +109,37 @@ def test_tuned_minilm_beats_the_untuned_one(tmp_path):
     untuned = float(re.search(r"valid/accuracy (0\.\d+)", run_python(folder, "untuned.py"))[1])
     _, logs = run_example(folder)
     assert 0.8 < untuned < logs["valid/accuracy"] - 0.02
+
+
+def prepare_arithmetic(folder, monkeypatch, capsys, *overrides):
+    """Writes the data, and exports a model that was trained on the examples."""
+    run_here(folder, "make_data.py", monkeypatch, capsys)
+    build_trainer(RunConfig.load(folder / "warm_up.yaml", [f"output_dir={folder / 'runs'}", *overrides])).train()
+    monkeypatch.setattr("sys.argv", shlex.split("trainwright export runs/warm_up --to warm_up"))
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert not left.value.code
+
+
+def test_arithmetic_is_rewarded_more_after_a_few_updates(tmp_path, monkeypatch, capsys):
+    folder = copy_example("grpo_arithmetic", tmp_path)
+    prepare_arithmetic(folder, monkeypatch, capsys, "trainer.max_steps=30")
+    small = ("trainer.max_steps=12", "trainer.global_batch_size=16", "trainer.num_generations=8")
+    _, logs = run_example(folder, *small, "log.every_steps=1", "trainer.schedule=null")
+    lines = [json.loads(line) for line in (folder / "runs" / "grpo" / "metrics.json").read_text().splitlines()]
+    digits = [line["rewards/digits_only/mean"] for line in lines]
+    assert sum(digits[-3:]) > sum(digits[:3]) + 0.3
+    assert 0 <= logs["valid/reward"] <= 1.1
+
+
+@pytest.mark.slow
+def test_arithmetic_is_learned_from_rewards(tmp_path, monkeypatch, capsys):
+    folder = copy_example("grpo_arithmetic", tmp_path)
+    prepare_arithmetic(folder, monkeypatch, capsys)
+    _, logs = run_example(folder)
+    assert logs["valid/rewards/Correct/mean"] > 0.8
+    lines = [json.loads(line) for line in (folder / "runs" / "grpo" / "metrics.json").read_text().splitlines()]
+    assert lines[0]["rewards/Correct/mean"] < 0.4
 
 
 def test_llama_learns_code_which_is_continued_and_exported(tmp_path, monkeypatch, capsys):

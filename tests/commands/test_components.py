@@ -124,7 +124,8 @@ def test_every_snippet_is_a_run_file_with_the_component_in_its_section(in_tmp, k
     [entry] = [each for each in read_catalogue(in_tmp, [kind]).entries if each.type == name]
     (in_tmp / "run.yaml").write_text(snippet(entry))
     config = RunConfig.load(in_tmp / "run.yaml")
-    path = SECTIONS[kind].replace("NAME", name) + (".0" if kind in ("hook", "writer", "benchmark") else "")
+    is_list = kind in ("hook", "writer", "benchmark", "reward")
+    path = SECTIONS[kind].replace("NAME", name) + (".0" if is_list else "")
     assert config.written_at((*path.split("."), "type")) is not None
     required = {one.name for one in entry.signature.parameters if one.default is None}
     assert component_in(snippet(entry), path) == {"type": name, **dict.fromkeys(required)}

@@ -39,7 +39,7 @@ from trainwright.analysis.findings import (
 )
 from trainwright.analysis.unsaved_state import RepeatedStep, find_unsaved, outcome_of
 from trainwright.backends import expected_precision
-from trainwright.build.components import Build
+from trainwright.build.components import Build, is_called_later
 from trainwright.build.data import describe_size, limits, may_make_batches
 from trainwright.build.run import build_trainer, sets_of
 from trainwright.compile.host_sync import HostSyncMode, Sighting, watching
@@ -47,6 +47,7 @@ from trainwright.compile.regions import EAGER, check_mode
 from trainwright.compile.reports import Compilations, listening
 from trainwright.config import BatchPlan, Origin, RunConfig, known_data_ranks, resolve_batch
 from trainwright.config.sections import BENCHMARK_SETTINGS
+from trainwright.config.trainer_options import REWARD_ARGUMENTS
 from trainwright.data.collators import plain_mappings
 from trainwright.data.collators.fields import NamedFields
 from trainwright.data.fetch import count_samples, fetch, is_stream
@@ -188,6 +189,8 @@ def _check_arguments(
     parameters = [one for one in signature.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     by_kind = {"optimizer": ["params"], "writer": ["folder"], "sampler": ["dataset", "data_source", "batch_size"]}
     provided = [*by_kind.get(kind, []), "project_dir"]
+    if kind == "reward" and is_called_later(target, REWARD_ARGUMENTS):
+        provided += [one.name for one in parameters]
     reserved = case.config.model.reserved if kind == "model" and case.config.model is not None else {}
     if kind == "model" and ("preset" in arguments or "pretrained" in reserved):
         provided += [one.name for one in parameters]  # the preset or the pretrained folder has the others
@@ -338,7 +341,9 @@ def check_signature(trainer: Trainer, batch: Any, case: Case) -> None:
     keys = [str(key) for key in batch]
     if overrides(trainer, "forward", Trainer):
         _compare(trainer.forward, type(trainer).__name__, keys, case)
-    if case.users.code_of(type(trainer).forward) is None and not overrides(trainer.task, "forward", Task):
+    # Built-in trainers with options select what the model gets.
+    passes_batch = case.users.code_of(type(trainer).forward) is None and type(trainer).options_section is None
+    if passes_batch and not overrides(trainer.task, "forward", Task):
         # The default task passes labels only to a model that accepts them: otherwise its criterion gets them.
         accepts_labels = accepts_argument(type(trainer.model).forward, "labels")
         given = [key for key in keys if key != "labels" or accepts_labels]
@@ -1010,7 +1015,7 @@ class Trial:
         return path
 
     def _record_inputs(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.model_inputs is None:
+        if self.model_inputs is None and torch.is_grad_enabled():  # not those of a generation, with its cache
             self.model_inputs = args, dict(kwargs)
 
     # the stages

@@ -864,7 +864,9 @@ def remarks_on_batch(batch: Batch, sample: Any, collated: Any) -> Iterable[str]:
     """Yields fields that are lost, padding, and values that are not finite."""
     if isinstance(sample, Mapping) and isinstance(collated, Mapping):
         is_tokenized = "input_ids" in collated and "input_ids" not in sample  # then texts are not lost
-        missing = [str(name) for name in sample if name not in collated]
+        columns = (each for each in collated.values() if isinstance(each, list))
+        whole = {name for each in columns if each and isinstance(each[0], Mapping) for name in each[0]}
+        missing = [str(name) for name in sample if name not in collated and name not in whole]
         missing = [name for name in missing if not (is_tokenized and isinstance(sample[name], str))]
         if missing:
             names = " and ".join([*([", ".join(missing[:-1])] if missing[1:] else []), missing[-1]])

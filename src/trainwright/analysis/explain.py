@@ -26,6 +26,7 @@ from trainwright.config import (
 )
 from trainwright.config.frozen import thaw
 from trainwright.config.sections import benchmark_name
+from trainwright.config.trainer_options import reward_component
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.hooks.throughput import TimeSteps
@@ -147,6 +148,11 @@ def components_of(config: RunConfig) -> Iterator[tuple[str, str, Component]]:
     single += [(f"evaluation.metrics.{name}", "metric", each) for name, each in config.evaluation.metrics.items()]
     benchmarks = enumerate(config.evaluation.benchmarks)
     single += [(f"evaluation.benchmarks.{number}", "benchmark", each) for number, each in benchmarks]
+    rewards = config.trainer.options.get("rewards", ())
+    if config.trainer.type == "grpo":
+        single += [
+            (f"trainer.rewards.{number}", "reward", reward_component(each)) for number, each in enumerate(rewards)
+        ]
     for label, kind, component in single:
         if component is not None:
             yield label, kind, component
@@ -476,6 +482,8 @@ class _Explanation:
         self.lines.append(Line("heading", "Construction, in this order"))
         self.problem("imports", 1)
         self._part("task", ["task"], "build_task", default="Task: forward calls model(**batch)")
+        if self.trainer_calls("build_parts"):
+            self._part("rewards" if self._labels("reward") else "parts", self._labels("reward"), "build_parts")
         self._part("model", ["model"], "build_model", task_method="build_model")
         rules = ModelRules(self.config, self.found.parts.get("model"))
         if not self.task_calls("build_model"):
@@ -581,7 +589,7 @@ class _Explanation:
         where = self.config.written_at(("trainer", "type")) or "default"
         named = replace(found, text=f"{found.text} ({where})")
         calls = [named, *self.trainer_calls("__init__"), *self.trainer_calls("post_init")]
-        options = ", ".join(f"{name}: {value}" for name, value in self.config.trainer.options.items())
+        options = ", ".join(f"{name}: {_shown(value)}" for name, value in self.config.trainer.options.items())
         self.phase("trainer", calls, 1, remark=f"with {options}" if options else "")
         self.problem("trainer")
 

@@ -283,6 +283,11 @@ def trial_steps(trainer: Trainer, largest: int, ranks: Ranks, *, headroom: float
     """
     data = trainer.train_data
     assert data is not None
+    if trainer.varying_memory:
+        raise ConfigError(
+            "trainer.micro_batch_size and model.activation_checkpointing: auto measures one step, but "
+            f"{trainer.varying_memory} Give a number."
+        )
     if isinstance(data, MadeBatches):
         raise ConfigError(
             "trainer.micro_batch_size and model.activation_checkpointing: auto tries batches of data.train, but there "

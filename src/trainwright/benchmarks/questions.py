@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from trainwright.config.problems import describe
-from trainwright.data.chat import Message, read_messages, render_prompt_text
-from trainwright.data.sources.chat import read_template
+from trainwright.data.chat import Message, read_messages, read_template, render_prompt_text
 from trainwright.data.sources.files import csv, json_lines
 from trainwright.data.sources.locations import Paths
 from trainwright.data.sources.parquet import parquet

@@ -7,7 +7,7 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -220,6 +220,27 @@ class Build:
             raise type(error)(problem, where=error.where) from error
         self._sections[id(model)] = named
         return model
+
+    def part(self, kind: str, label: str, section: Mapping[str, Any], *, called_with: Sequence[str] = ()) -> Any:
+        """The object of a further component, which is the setting `label`, such as `trainer.rewards.0`.
+
+        A function that has one of the parameters `called_with` is not called, but is itself the object.
+        """
+        component = Component.from_mapping(section).located_at(self.config.origin(label))
+        where, project_dir = component.origin, self.project_dir
+        target = registry.find(kind, component.type, project_dir=project_dir, where=where, label=label)
+        if not is_called_later(target, called_with):
+            try:
+                return self._make(kind, label, component)
+            except ConfigError as error:
+                if error.where is not None:
+                    raise
+                raise type(error)(f"{label}: {error.problem}", where=where) from error
+        arguments, names = component.arguments.to_dict(), tuple(parameters_of(target) or ())
+        registry.check_arguments(
+            target, arguments, label=label, where=where, provided=names, origin_of=self.config.origin
+        )
+        return partial(target, **arguments)
 
     def config_of(self, model: torch.nn.Module) -> RunConfig:
         """The config whose model section is that of a model of `model_of`; the run's for any other model."""
@@ -882,6 +903,11 @@ class Build:
             logger.warning("data.split: %d samples are too few for a set %s: it is left out.", len(whole), name)
             del splits[name]
         return splits
+
+
+def is_called_later(target: Any, called_with: Sequence[str]) -> bool:
+    """Returns True for a function that is itself the object, because it has one of the parameters `called_with`."""
+    return inspect.isfunction(target) and not inspect.signature(target).parameters.keys().isdisjoint(called_with)
 
 
 def reject_loss(loss: Any, label: str, origin: registry.OriginOf) -> None:

@@ -416,7 +416,7 @@ def assemble(
     build.take_trainer(trainer_class)
     task = trainer_class.build_task(build)
     build.take_task(task)
-    options = build.options()
+    options, parts = build.options(), dict(trainer_class.build_parts(build))
     parallelized, frozen = _build_models(trainer_class, task, build, backend, ranks, for_training=for_training)
     build.fp8_layers = parallelized.fp8
     config = build.config
@@ -462,6 +462,7 @@ def assemble(
         recipes=build.recipes,
         freeze_rules=build.freeze_rules(),
         options=options,
+        parts=parts,
         frozen_models=frozen,
     )
     if for_training:

@@ -40,15 +40,20 @@ SECTIONS = {
     "benchmark": "evaluation.benchmarks",
     "task": "task",
     "loss": "trainer.loss",
+    "reward": "trainer.rewards",
     "transform": "data.train.transform",
     "tokenizer": "data.collator.tokenizer",
 }
 """The setting of each kind of component in a run file."""
 
 RECIPE = "recipe"
-_LISTS = ("hook", "writer", "benchmark")
+_LISTS = ("hook", "writer", "benchmark", "reward")
 # The components that are arguments of another one, and an example of that one.
-_OUTER = {"transform": "torchvision.datasets:ImageFolder", "tokenizer": "transformers:DataCollatorWithPadding"}
+_OUTER = {
+    "transform": "torchvision.datasets:ImageFolder",
+    "tokenizer": "transformers:DataCollatorWithPadding",
+    "reward": "grpo",
+}
 # evaluation.metrics reads these two: the output and the field of the batch that the metric gets.
 _METRIC_INPUTS = (Parameter("outputs", "'logits'", "str"), Parameter("labels", "'labels'", "str"))
 _OF_ALL_BENCHMARKS = (

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.commands.terminal import AsJson, align_columns
+from trainwright.commands.terminal import AsJson
+from trainwright.log import align_columns
 from trainwright.safe_text import json_text, safe
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "dpo": "trainwright.trainers.dpo:DPOTrainer",
         "reward": "trainwright.trainers.reward:RewardTrainer",
         "distill": "trainwright.trainers.distill:DistillTrainer",
+        "grpo": "trainwright.trainers.grpo:GRPOTrainer",
     },
     "model": {
         "llama": "trainwright.models.llama:Llama",
@@ -67,6 +68,7 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "tokenize": "trainwright.data.collators.tokenize:Tokenize",
         "masked_language_model": "trainwright.data.collators.masked_language_model:MaskedLanguageModel",
         "preferences": "trainwright.data.collators.preferences:Preferences",
+        "prompts": "trainwright.data.collators.prompts:Prompts",
         "classification": "trainwright.data.collators.classification:Classification",
         "image": "trainwright.data.collators.image:Image",
     },
@@ -111,6 +113,11 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "bce_with_logits": "torch.nn.modules.loss:BCEWithLogitsLoss",
         "mse": "torch.nn.modules.loss:MSELoss",
         "l1": "torch.nn.modules.loss:L1Loss",
+    },
+    "reward": {
+        "exact_match": "trainwright.trainers.rewards:ExactMatch",
+        "pattern": "trainwright.trainers.rewards:Pattern",
+        "overlong": "trainwright.trainers.rewards:Overlong",
     },
     "transform": {"timm": "trainwright.data.transforms:timm_transform"},
     "tokenizer": {"auto": "trainwright.data.tokenizer:auto_tokenizer"},

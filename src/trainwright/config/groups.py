@@ -33,6 +33,7 @@ KINDS: Mapping[str, str] = {
     "writers": "writer",
     "metrics": "metric",
     "benchmarks": "benchmark",
+    "rewards": "reward",
 }
 """The kind of component at a key; other keys are named like the kind."""
 

@@ -271,6 +271,7 @@ BUILT_IN_TRAINERS = (
     "dpo",
     "reward",
     "distill",
+    "grpo",
 )
 
 

@@ -6,11 +6,14 @@ has the same options, and may have others.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from trainwright.config.component import Component
 from trainwright.config.frozen import Frozen, freeze
 from trainwright.config.problems import Problem, describe, reject, reject_all
 from trainwright.config.sections import Positive, Section
@@ -87,9 +90,110 @@ class DistillOptions(Section):
     """The weight of the distillation loss; that of the loss on the labels is 1 - alpha."""
 
 
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
+"""The arguments of a reward besides the fields of the rows. A function that has one of them is itself the reward."""
+REWARD_KEYS = ("weight", "name")
+"""The keys of a reward that are not arguments of its constructor."""
+
+
+def _rewards(value: Any) -> Any:
+    if not isinstance(value, list | tuple) or not value:
+        text = "must be a list of components, such as [{type: file.Name, weight: 1.0}] for rewards/file.py"
+        raise reject((), f"{text}; got {describe(value)}.", value)
+    problems, names = list[Problem](), dict[str, int]()
+    for number, each in enumerate(value):
+        each = {"type": each} if isinstance(each, str) else each
+        if not isinstance(each, Mapping) or not isinstance(each.get("type"), str):
+            problems.append(Problem((number,), f"must be a component with a type; got {describe(each)}."))
+            continue
+        weight, name = each.get("weight", 1.0), reward_name(each)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            problems.append(Problem((number, "weight"), f"must be a number; got {describe(weight)}."))
+        if not isinstance(name, str) or not name or "/" in name:
+            problems.append(Problem((number, "name"), f"must be text without a slash; got {describe(name)}."))
+        elif names.setdefault(name, number) != number:
+            text = f'is the second reward with the name "{name}" in the log. Set another name: here.'
+            problems.append(Problem((number,), text))
+    if problems:
+        raise reject_all(problems)
+    return freeze([{"type": each} if isinstance(each, str) else each for each in value])
+
+
+def reward_name(section: Mapping[str, Any]) -> Any:
+    """Return the name of a reward in the log: its `name`, or that of its class or function."""
+    return section.get("name", re.split(r"[.:/]", section["type"])[-1])
+
+
+def reward_component(section: Mapping[str, Any] | str) -> Component:
+    """Return a reward without the keys that its constructor does not get."""
+    if isinstance(section, str):
+        return Component(section)
+    return Component.from_mapping({key: value for key, value in section.items() if key not in REWARD_KEYS})
+
+
+class GRPOOptions(Section):
+    """The options of `trainer.type: grpo`, named as in TRL."""
+
+    rewards: Annotated[tuple[Any, ...], BeforeValidator(_rewards)] = ()
+    """The rewards, which are required: components with two further keys, weight (1) and name, that of the log."""
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """The completions of a prompt, which are compared with each other. A sample is a prompt, so that an update has
+    global_batch_size × num_generations completions."""
+    max_completion_length: Annotated[int, Field(ge=1)] = 256
+    """The tokens of a completion, its end included."""
+    temperature: Positive = 1.0
+    """Divides the logits, in sampling and in the loss."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Sample from this many of the most likely tokens; None: from all."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Sample from the fewest tokens that have this probability together; None: from all."""
+    repetition_penalty: Positive = 1.0
+    """Above 1, tokens that the row already contains are less likely."""
+    loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
+    """dapo: the mean over all tokens of the update; grpo: the mean over completions of the mean over their tokens;
+    dr_grpo: the sum over all tokens, divided by completions × max_completion_length."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """Whether the ratio of probabilities is that of each token, or one of the completion (GSPO)."""
+    beta: NotNegative = 0.0
+    """The weight of the KL divergence from the reference; 0: without a reference."""
+    use_bias_correction_kl: bool = True
+    """Whether the divergence is multiplied by the ratio, so that its gradient has no bias."""
+    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below 1 - epsilon."""
+    epsilon_high: Positive | None = None
+    """The ratio is clipped above 1 + epsilon_high; None: epsilon."""
+    num_iterations: Annotated[int, Field(ge=1)] = 1
+    """Updates with the same completions."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """The standard deviation that divides the advantages: of the group, of the whole batch, or none."""
+    mask_truncated_completions: bool = False
+    """Whether completions that reach max_completion_length without an end are left out of the loss."""
+    eval_temperature: NotNegative = 0.0
+    """The temperature of evaluations, which sample one completion for each prompt; 0: the most likely tokens."""
+    log_completions: bool = True
+    """Whether each log line has a prompt with a completion and its reward."""
+
+    @model_validator(mode="after")
+    def _reject_unused(self) -> GRPOOptions:
+        reasons = {}
+        if self.num_iterations == 1:
+            reason = "has no effect with num_iterations 1: the ratio is 1 in an update with new completions."
+            reasons = {"epsilon": reason, "epsilon_high": reason}
+        if not self.beta:
+            reasons["use_bias_correction_kl"] = "has no effect with beta 0, which has no KL term."
+        fields = type(self).model_fields
+        problems = [
+            Problem((name,), reason) for name, reason in reasons.items() if getattr(self, name) != fields[name].default
+        ]
+        if problems:
+            raise reject_all(problems)
+        return self
+
+
 TRAINER_OPTIONS: Mapping[str, type[Section]] = {
     "dpo": DPOOptions,
     "reward": RewardOptions,
     "distill": DistillOptions,
+    "grpo": GRPOOptions,
 }
 """The options of each built-in trainer that has some."""

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainwright.data.tokenizer import Span, TextTokenizer
@@ -371,6 +372,31 @@ def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     """Returns the length of the longest common prefix."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((number for number, (one, other) in pairs if one != other), min(len(left), len(right)))
+
+
+def end_of_turn(tokenizer: TextTokenizer, chat_template: str | None = None) -> int:
+    """Returns the special token with which the chat template ends the assistant's turn."""
+    stop_ids, _ = turn_end(tokenizer, chat_template)
+    found = next(iter(stop_ids), tokenizer.eos_id)
+    if found is None:
+        raise DataError(
+            "the chat template ends the assistant's turn with no special token of the tokenizer "
+            f"{tokenizer.name}, so that no generated turn would end. Set chat_template."
+        )
+    return found
+
+
+def read_template(given: str, project_dir: Path) -> str:
+    """Returns a chat template that is given as its text, or as a .jinja file."""
+    if "{" in given:
+        return given
+    file = project_dir / Path(given).expanduser()
+    try:
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"chat_template: {file} cannot be read: {error}. Use a .jinja file, or the text of a template."
+        ) from error
 
 
 @dataclass(frozen=True)

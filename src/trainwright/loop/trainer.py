@@ -138,6 +138,12 @@ class Builder(Protocol):
     def model_of(self, label: str, section: Mapping[str, Any]) -> torch.nn.Module:
         """The model of a further model section, which is the setting `label`."""
 
+    def part(self, kind: str, label: str, section: Mapping[str, Any], *, called_with: Sequence[str] = ()) -> Any:
+        """The object of a further component, which is the setting `label`.
+
+        A function that has one of the parameters `called_with` is not called, but is itself the object.
+        """
+
     def optimizers(self, model: torch.nn.Module) -> Mapping[str, torch.optim.Optimizer]:
         """The `trainer.optimizer` or `trainer.optimizers` section, each over its own parameters."""
 
@@ -184,6 +190,7 @@ class TrainerContext:
     recipes: Mapping[str, OptimizerRecipe] = field(default_factory=dict)
     freeze_rules: Sequence[FreezeRule] = ()
     options: Any = None
+    parts: Mapping[str, Any] = field(default_factory=dict)
     frozen_models: Mapping[str, torch.nn.Module] = field(default_factory=dict)
 
 
@@ -245,6 +252,8 @@ class Trainer:
 
     known_eval_names: ClassVar[tuple[str, ...]] = ("loss",)
     """The values of an evaluation set without configured metrics, as far as the class determines them."""
+    varying_memory: ClassVar[str] = ""
+    """Why a step may need more memory than another one, so that `auto` settings, which try one, are rejected."""
     options_section: ClassVar[type[Section] | None] = None
     """The further keys of the `trainer` section that a built-in trainer has, with types and defaults."""
 
@@ -376,6 +385,14 @@ class Trainer:
     def build_model(cls, build: Builder) -> torch.nn.Module:
         """Returns the model, on the CPU."""
         return build.model()
+
+    @classmethod
+    def build_parts(cls, build: Builder) -> Mapping[str, Any]:
+        """Returns further objects that the trainer uses, by name, such as rewards. `context.parts` has them.
+
+        Called first, so that it can reject settings before a model is built.
+        """
+        return {}
 
     @classmethod
     def build_frozen_models(cls, build: Builder, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:

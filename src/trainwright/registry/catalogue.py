@@ -13,7 +13,7 @@ from typing import NamedTuple
 import trainwright
 from trainwright.config import TrainerSection
 from trainwright.config.builtin import BUILT_INS, KIND_FOLDERS
-from trainwright.config.trainer_options import TRAINER_OPTIONS
+from trainwright.config.trainer_options import REWARD_ARGUMENTS, TRAINER_OPTIONS
 from trainwright.registry.plugins import installed
 from trainwright.registry.resolve import PROJECT_PACKAGE
 from trainwright.tracebacks import shown_path
@@ -103,7 +103,7 @@ def read_catalogue(project_dir: Path, kinds: Iterable[str] = tuple(KIND_FOLDERS)
             if isinstance(module, Unreadable):
                 unreadable.append(module)
             else:
-                entries += [_project_entry(library, kind, module, each) for each in module.components()]
+                entries += [_project_entry(library, kind, module, each) for each in module.components(kind)]
     return Catalogue(tuple(entries), tuple(unreadable))
 
 
@@ -171,8 +171,8 @@ class _Module:
         above = package[: len(package) - node.level + 1]
         return ".".join([*above, *([node.module] if node.module else [])])
 
-    def components(self) -> Iterator[_Definition]:
-        """Yield the definitions that a run file can name: public classes and registered functions."""
+    def components(self, kind: str) -> Iterator[_Definition]:
+        """Yield the definitions that a run file can name: public classes, registered functions and rewards."""
         names = _literal(self.constants.get("__all__", ast.Constant(None)))
         public = names if isinstance(names, list | tuple) else [*self.definitions]
         for name, definition in self.definitions.items():
@@ -182,7 +182,7 @@ class _Module:
                 bases = [ast.unparse(base) for base in definition.bases]
                 if not any(base.endswith(_NOT_COMPONENTS) for base in bases):
                     yield definition
-            elif any(_registrations(definition)):
+            elif any(_registrations(definition)) or (kind == "reward" and _is_reward(self, definition)):
                 yield definition
 
     def dotted(self, expression: ast.expr) -> str:
@@ -283,6 +283,8 @@ class _Library:
             return Signature(tuple(self._trainer_options(module, definition)))
         if isinstance(definition, _Function):
             found = _arguments(module, definition)
+            if kind == "reward" and _is_reward(module, definition):  # the rows have the required ones
+                return Signature(tuple(one for one in found.parameters if one.default is not None))
         else:
             found = self._constructor(module, definition, seen=set()) or Signature(())
             # Set by Muon: build/ passes the kind of each parameter.
@@ -383,6 +385,11 @@ def _arguments(module: _Module, function: _Function) -> Signature:
         if one.arg not in ("self", "cls")
     )
     return Signature(parameters, f"**{arguments.kwarg.arg}" if arguments.kwarg else "")
+
+
+def _is_reward(module: _Module, function: _Function) -> bool:
+    """Return True for a function that is called with completions."""
+    return any(one.name in REWARD_ARGUMENTS for one in _arguments(module, function).parameters)
 
 
 def _is_record(module: _Module, definition: ast.ClassDef) -> bool:

@@ -217,14 +217,8 @@ class DPOTrainer(Trainer):
                 "trainer.precompute_reference: the batch has no precomputed log-probabilities, and the model has been "
                 "trained. Give forward batches of train() or evaluate()."
             )
-        copy = self.context.frozen_models.get("reference")
-        if copy is not None:
-            yield copy
-            return
-        has_peft = peft_adapters.peft_config_of(self.model) is not None
-        without_adapters = peft_adapters.without_peft if has_peft else lora.without_lora
-        with without_adapters(self.model), _evaluating(self.model):
-            yield self.model
+        with reference_of(self.model, self.context.frozen_models.get("reference")) as reference:
+            yield reference
 
     def _autocast(self) -> Any:
         return self.backend.autocast(self.config.runtime.precision, keeps_casts=self.context.updater.sync is None)
@@ -251,7 +245,7 @@ class DPOTrainer(Trainer):
             return {"samples_per_token": samples / tokens.clamp(min=1)}
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for each in micro_batches(batch):
-            with _evaluating(self.model), self._autocast():
+            with evaluating(self.model), self._autocast():
                 policy = sequence_log_probs(self._logits_of(self.model, each, "kl_"), each["kl_labels"])
             difference = (policy - self.reference_log_probs(each, "kl_")).double()
             if self.batch.num_samples:
@@ -265,6 +259,18 @@ def is_base_with_adapters(model: torch.nn.Module) -> bool:
     if peft_adapters.peft_config_of(model) is not None:
         return peft_adapters.keeps_base(model)
     return any(True for _ in lora.lora_layers(model)) and lora.keeps_base(model)
+
+
+@contextmanager
+def reference_of(model: torch.nn.Module, copy: torch.nn.Module | None) -> Iterator[torch.nn.Module]:
+    """Yields the reference in evaluation mode: the frozen copy of the first model, else the model without adapters."""
+    if copy is not None:
+        yield copy
+        return
+    has_peft = peft_adapters.peft_config_of(model) is not None
+    without_adapters = peft_adapters.without_peft if has_peft else lora.without_lora
+    with without_adapters(model), evaluating(model) as reference:
+        yield reference
 
 
 def sequence_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -338,13 +344,13 @@ def check_preferences(batch: Any, *, is_paired: bool, advice: str) -> None:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Within the context the model is in evaluation mode; then each module is as it was."""
+def evaluating(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yields the model in evaluation mode; then each module is as it was."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
     try:
-        yield
+        yield model
     finally:
         for module in training:
             module.training = True

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainwright.data.chat import Chat, RenderedChat, TextPair, check_train_on, read_row, render
+from trainwright.data.chat import Chat, RenderedChat, TextPair, check_train_on, read_row, read_template, render
 from trainwright.data.fetch import draws_nothing, fetch, is_stream, positive_indices
 from trainwright.data.mix import check_dataset
 from trainwright.data.process import ProcessedStream
@@ -209,19 +209,6 @@ class RowRenderer:
             if len(render(shorter, self.tokenizer, train_on="all", chat_template=template).ids) <= self.max_length:
                 return render(shorter, self.tokenizer, train_on=self.train_on, chat_template=template)
         return RenderedChat([], [])
-
-
-def read_template(given: str, project_dir: Path) -> str:
-    """Returns the text of a template, which may be given as a file."""
-    if "{" in given:
-        return given
-    file = project_dir / Path(given).expanduser()
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"chat_template: {file} cannot be read: {error}. Use a .jinja file, or the text of a template."
-        ) from error
 
 
 @dataclass
