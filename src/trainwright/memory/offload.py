@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from trainwright.backends import host_buffers, reads_at_once
-from trainwright.backends.private_torch import version_of
+from trainwright.backends.private_torch import FakeTensor, version_of
 from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.memory.module_paths import Around, Forward, by_path, parts_of, put_around, read_names
@@ -24,6 +24,11 @@ from trainwright.models.layers.annotations import name_tensor
 from trainwright.parallel.mesh import is_split, local
 
 logger = logging.getLogger(__name__)
+
+
+BLOCK_BYTES = 2**27
+"""The largest block of host memory. torch's allocator of pinned memory rounds a block up to a power of two: in one block,
+2.6 GiB would need 4 GiB. Pinning a block takes tens of milliseconds, and torch reuses it in later steps."""
 
 
 class HostCopies:
@@ -49,17 +54,18 @@ class HostCopy:
         """Copies on a stream; without one the tensor's own memory is the copy."""
         data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self._device = tensor.device
+        self._num_bytes = data.nbytes
         self._stream = stream
         self._previous = previous
         self._returning: Tensor | None = None
         self._returned: ref[Tensor] | None = None
         if stream is None:
-            self._host, self._shared, self._version = data, tensor, version_of(tensor)
+            self._host, self._shared, self._version = [data], tensor, version_of(tensor)
             return
-        [self._host] = host_buffers([data])
+        self._host = [buffer for block in data.split(BLOCK_BYTES) for buffer in host_buffers([block])]
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         with stream:
-            self._host.copy_(data, non_blocking=True)
+            torch._foreach_copy_(self._host, data.split(BLOCK_BYTES), non_blocking=True)
         # Otherwise the allocator could reuse the memory during the copy.
         data.record_stream(stream)
 
@@ -67,7 +73,7 @@ class HostCopy:
         """Returns the bytes on the device, which stay there as long as they are referenced."""
         if self._stream is None:
             reject_changed(self._shared, self._version)
-            return self._host
+            return self._host[0]
         returned = None if self._returned is None else self._returned()
         if returned is None:
             self.begin_return()
@@ -85,7 +91,8 @@ class HostCopy:
         """Starts to copy the bytes back to the device, without waiting."""
         if self._stream is not None and self._returning is None:
             with self._stream:
-                self._returning = self._host.to(self._device, non_blocking=True)
+                self._returning = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+                torch._foreach_copy_(self._returning.split(BLOCK_BYTES), self._host, non_blocking=True)
 
 
 class OffloadedTensor:
@@ -103,13 +110,15 @@ class OffloadedTensor:
     def tensor(self) -> Tensor:
         """Returns the same tensor, bit for bit."""
         data = self._copy.data()
-        own = torch.empty(0, dtype=self._dtype, device=data.device).set_(data.untyped_storage(), *self._view)
+        offset, shape, stride = self._view
+        length = data.numel() - data.numel() % self._dtype.itemsize
+        own = data[:length].view(self._dtype).as_strided(shape, stride, offset)
         if self._layout is None:
             return own
         from torch.distributed.tensor import DTensor
 
-        mesh, placements, shape, stride = self._layout
-        return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+        mesh, placements, whole_shape, whole_stride = self._layout
+        return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole_shape, stride=whole_stride)
 
 
 def reject_changed(tensor: Tensor, version: int) -> None:
@@ -271,8 +280,8 @@ def unpack(saved: _Saved) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:
-    """Returns the storage of a tensor on this rank; None for tensor subclasses."""
+    """Returns the storage of a tensor on this rank; None for tensor subclasses, except for those of an estimate."""
     own = local(tensor)
-    if type(own) not in (Tensor, nn.Parameter) or (own is tensor) == is_split(tensor):
+    if type(own) not in (Tensor, nn.Parameter, FakeTensor) or (own is tensor) == is_split(tensor):
         return None
     return StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]
