@@ -476,6 +476,9 @@ class _ImaginaryCopy:
         host.add(self._num_bytes)
         weakref.finalize(self, host.add, -self._num_bytes)
 
+    def finish(self) -> None:
+        """Does nothing: the tensor that was copied is not held."""
+
     def data(self) -> torch.Tensor:
         """Returns bytes on the device, and starts the return of the copy before."""
         returned = None if self._returned is None else self._returned()

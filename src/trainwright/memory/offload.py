@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,14 +25,18 @@ from trainwright.parallel.mesh import is_split, local
 
 logger = logging.getLogger(__name__)
 
-
 BLOCK_BYTES = 2**27
-"""The largest block of host memory. torch's allocator of pinned memory rounds a block up to a power of two: in one block,
+"""The largest block of host memory. torch's allocator of pinned memory rounds a block up to a power of two: one block of
 2.6 GiB would need 4 GiB. Pinning a block takes tens of milliseconds, and torch reuses it in later steps."""
 
 
 class HostCopies:
-    """The host copies of one forward pass, in order."""
+    """The host copies of one forward pass, in order.
+
+    Each copy has finished before the next begins, and the device's memory is released then. Tensors that are recorded on
+    the stream of the copies would be released too, but at a time that depends on how far the host runs ahead: in a long
+    context, by the whole forward pass.
+    """
 
     def __init__(self) -> None:
         self._stream: Any = None
@@ -43,12 +47,22 @@ class HostCopies:
         is_host = tensor.is_meta or reads_at_once(tensor.device)
         if not is_host and self._stream is None:
             self._stream = torch.Stream(tensor.device)
+        self.finish()
         self._last = HostCopy(tensor.detach(), None if is_host else self._stream, self._last)
         return self._last
 
+    def finish(self) -> None:
+        """Makes the device wait for the last copy, and releases its memory there."""
+        if self._last is not None:
+            self._last.finish()
+
 
 class HostCopy:
-    """A copy of one storage on the host."""
+    """A copy of one storage on the host.
+
+    Memory of the device is allocated and freed in the order of the stream that computes. The stream of the copies waits
+    for it before it reads or writes, and is waited for before the memory is used or freed.
+    """
 
     def __init__(self, tensor: Tensor, stream: Any, previous: HostCopy | None) -> None:
         """Copies on a stream; without one the tensor's own memory is the copy."""
@@ -57,17 +71,22 @@ class HostCopy:
         self._num_bytes = data.nbytes
         self._stream = stream
         self._previous = previous
+        self._source: Tensor | None = None
+        """What the copy reads."""
         self._returning: Tensor | None = None
+        """What a copy back writes."""
         self._returned: ref[Tensor] | None = None
         if stream is None:
             self._host, self._shared, self._version = [data], tensor, version_of(tensor)
             return
         self._host = [buffer for block in data.split(BLOCK_BYTES) for buffer in host_buffers([block])]
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
-            torch._foreach_copy_(self._host, data.split(BLOCK_BYTES), non_blocking=True)
-        # Otherwise the allocator could reuse the memory during the copy.
-        data.record_stream(stream)
+        self._source = data
+        self._copy(self._host, data.split(BLOCK_BYTES))
+
+    def __del__(self) -> None:
+        # A copy back that was not used, as after an error, still writes.
+        if self._source is not None or self._returning is not None:
+            self._wait()
 
     def data(self) -> Tensor:
         """Returns the bytes on the device, which stay there as long as they are referenced."""
@@ -77,11 +96,9 @@ class HostCopy:
         returned = None if self._returned is None else self._returned()
         if returned is None:
             self.begin_return()
+            self.finish()
             returned, self._returning = self._returning, None
             assert returned is not None
-            current = torch.accelerator.current_stream(self._device)
-            current.wait_stream(self._stream)
-            returned.record_stream(current)
             self._returned = ref(returned)
             if self._previous is not None:
                 self._previous.begin_return()
@@ -90,9 +107,22 @@ class HostCopy:
     def begin_return(self) -> None:
         """Starts to copy the bytes back to the device, without waiting."""
         if self._stream is not None and self._returning is None:
-            with self._stream:
-                self._returning = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-                torch._foreach_copy_(self._returning.split(BLOCK_BYTES), self._host, non_blocking=True)
+            self._returning = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+            self._copy(self._returning.split(BLOCK_BYTES), self._host)
+
+    def finish(self) -> None:
+        """Makes the device wait for the copies, and releases the tensor that was copied."""
+        if self._source is not None or self._returning is not None:
+            self._wait()
+        self._source = None
+
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+    def _wait(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
 class OffloadedTensor:
@@ -235,7 +265,8 @@ class SavedTensorMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def close(self) -> None:
-        """Ends the pass: drops all names."""
+        """Ends the pass: drops all names, and the last tensor that was copied."""
+        self._copies.finish()
         self._named, self._saved = {}, {}
 
     def pack(self, tensor: Tensor) -> _Saved:

@@ -56,9 +56,7 @@ class TileSettings:
     tokens: int = DEFAULT_TOKENS
 
 
-def tile_layers(
-    model: nn.Module, given: Any, *, is_whole: bool = True, where: object | None = None
-) -> list[str]:
+def tile_layers(model: nn.Module, given: Any, *, is_whole: bool = True, where: object | None = None) -> list[str]:
     """Makes the layers of a setting run in tiles, in place; returns their names, in the model's order."""
     chosen = choose_tiled(model, given, is_whole=is_whole)
     for name, (layer, setting) in chosen.items():
@@ -69,9 +67,7 @@ def tile_layers(
     return list(chosen)
 
 
-def choose_tiled(
-    model: nn.Module, given: Any, *, is_whole: bool = True
-) -> dict[str, tuple[nn.Module, TileSettings]]:
+def choose_tiled(model: nn.Module, given: Any, *, is_whole: bool = True) -> dict[str, tuple[nn.Module, TileSettings]]:
     """Returns the layers to tile with their settings, by name, without a change; rejects those that mix tokens."""
     chosen: dict[str, tuple[nn.Module, TileSettings]] = {}
     checked = set()
@@ -211,7 +207,8 @@ class Tiled(Around):
         """Maps a tensor [B, S, …] to one of the same B and S."""
         values = [*args, *kwargs.values()]
         if len(values) != 1 or not isinstance(values[0], Tensor) or values[0].dim() < 2:
-            given = ", ".join(f"a tensor {list(each.shape)}" if isinstance(each, Tensor) else describe(each) for each in values)
+            shown = [f"a tensor {list(each.shape)}" if isinstance(each, Tensor) else describe(each) for each in values]
+            given = ", ".join(shown)
             raise ConfigError(
                 f"model.{LABEL}: {self._name} is called with {given or 'no argument'}, but a tiled layer maps one "
                 "tensor [B, S, …]. Use a layer inside or around it.",
@@ -227,7 +224,7 @@ class Tiled(Around):
             return run(hidden)
         if torch.compiler.is_compiling():
             # The compiler runs no backward inside of a backward; it sees the recomputation instead.
-            tiles = hidden.split(size, dim)
+            tiles = [tile.contiguous() for tile in hidden.split(size, dim)]
             if torch.is_grad_enabled():
                 return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], dim)
             return torch.cat([run(tile) for tile in tiles], dim)
@@ -250,7 +247,7 @@ def _run_tiles(
     for start in range(0, hidden.shape[dim], size):
         tile = hidden.narrow(dim, start, min(size, hidden.shape[dim] - start))
         before_each()
-        output = run(tile).detach()
+        output = run(tile.contiguous()).detach()  # a copy with several rows; some layers call view
         if whole is None:
             whole = output.new_empty((*hidden.shape[: dim + 1], *output.shape[dim + 1 :]))
         whole.narrow(dim, start, tile.shape[dim]).copy_(output)
@@ -313,7 +310,7 @@ class _Tiles(torch.autograd.Function):
             for number, start in enumerate(range(0, hidden.shape[ctx.dim], ctx.size)):
                 length = min(ctx.size, hidden.shape[ctx.dim] - start)
                 ctx.states[number].restore()
-                tile = hidden.narrow(ctx.dim, start, length).detach().requires_grad_(needs_hidden)
+                tile = hidden.narrow(ctx.dim, start, length).detach().contiguous().requires_grad_(needs_hidden)
                 with torch.enable_grad(), saved_tensors_hooks(_same, _same):
                     output = ctx.run(tile)
                 inputs = [tile] * needs_hidden + list(ctx.trained)
@@ -331,7 +328,9 @@ class _Tiles(torch.autograd.Function):
                         sums[index] = _add(sums[index], share)
                 del found
         after.restore()
-        whole = [None if each is None else each.to(weight.dtype) for each, weight in zip(sums, ctx.trained, strict=True)]
+        whole = [
+            None if each is None else each.to(weight.dtype) for each, weight in zip(sums, ctx.trained, strict=True)
+        ]
         return (hidden_gradient, None, None, None, *whole)
 
 
