@@ -1,4 +1,4 @@
-"""Layers in tiles of tokens: the same loss and gradients, with less held, in every combination; only token-wise layers."""
+"""Layers in tiles of tokens: the same loss and gradients with less memory, in every combination."""
 
 import copy
 import logging

@@ -504,7 +504,9 @@ def _forms(host: HostBytes, *, on_gpu: bool) -> Iterator[None]:
         yield
         return
     modules = [vars(each) for key, each in list(sys.modules.items()) if key.startswith("trainwright.models.")]
-    replaced = [(names, "waits_for_memory", lambda device: True) for names in modules if "waits_for_memory" in names]
+    replaced: list[tuple[dict[str, Any], str, Callable[..., Any]]] = [
+        (names, "waits_for_memory", lambda device: True) for names in modules if "waits_for_memory" in names
+    ]
     replaced += [*_fused_forms(), (vars(offload), "HostCopy", partial(_ImaginaryCopy, host=host))]
     originals = [(names, name, names[name]) for names, name, _ in replaced]
     try:

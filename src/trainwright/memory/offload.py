@@ -26,16 +26,15 @@ from trainwright.parallel.mesh import is_split, local
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 2**27
-"""The largest block of host memory. torch's allocator of pinned memory rounds a block up to a power of two: one block of
-2.6 GiB would need 4 GiB. Pinning a block takes tens of milliseconds, and torch reuses it in later steps."""
+"""The largest block of host memory. torch's allocator of pinned memory rounds a block up to a power of two: one block
+of 2.6 GiB would need 4 GiB. Pinning a block takes tens of milliseconds, and torch reuses it in later steps."""
 
 
 class HostCopies:
     """The host copies of one forward pass, in order.
 
-    Each copy has finished before the next begins, and the device's memory is released then. Tensors that are recorded on
-    the stream of the copies would be released too, but at a time that depends on how far the host runs ahead: in a long
-    context, by the whole forward pass.
+    Each copy has finished before the next begins, and the device's memory is released then. `record_stream` would
+    release it at a time that depends on how far the host runs ahead: in a long context, by the whole forward pass.
     """
 
     def __init__(self) -> None:
@@ -66,22 +65,22 @@ class HostCopy:
 
     def __init__(self, tensor: Tensor, stream: Any, previous: HostCopy | None) -> None:
         """Copies on a stream; without one the tensor's own memory is the copy."""
+        self._source: Tensor | None = None
+        """What the copy reads."""
+        self._returning: Tensor | None = None
+        """What a copy back writes."""
         data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self._device = tensor.device
         self._num_bytes = data.nbytes
         self._stream = stream
         self._previous = previous
-        self._source: Tensor | None = None
-        """What the copy reads."""
-        self._returning: Tensor | None = None
-        """What a copy back writes."""
         self._returned: ref[Tensor] | None = None
         if stream is None:
             self._host, self._shared, self._version = [data], tensor, version_of(tensor)
             return
-        self._host = [buffer for block in data.split(BLOCK_BYTES) for buffer in host_buffers([block])]
+        self._host = [buffer for block in torch.split(data, BLOCK_BYTES) for buffer in host_buffers([block])]
         self._source = data
-        self._copy(self._host, data.split(BLOCK_BYTES))
+        self._copy(self._host, torch.split(data, BLOCK_BYTES))
 
     def __del__(self) -> None:
         # A copy back that was not used, as after an error, still writes.
@@ -108,7 +107,7 @@ class HostCopy:
         """Starts to copy the bytes back to the device, without waiting."""
         if self._stream is not None and self._returning is None:
             self._returning = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-            self._copy(self._returning.split(BLOCK_BYTES), self._host)
+            self._copy(torch.split(self._returning, BLOCK_BYTES), self._host)
 
     def finish(self) -> None:
         """Makes the device wait for the copies, and releases the tensor that was copied."""

@@ -224,7 +224,7 @@ class Tiled(Around):
             return run(hidden)
         if torch.compiler.is_compiling():
             # The compiler runs no backward inside of a backward; it sees the recomputation instead.
-            tiles = [tile.contiguous() for tile in hidden.split(size, dim)]
+            tiles = [tile.contiguous() for tile in torch.split(hidden, size, dim)]
             if torch.is_grad_enabled():
                 return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], dim)
             return torch.cat([run(tile) for tile in tiles], dim)
@@ -328,10 +328,9 @@ class _Tiles(torch.autograd.Function):
                         sums[index] = _add(sums[index], share)
                 del found
         after.restore()
-        whole = [
-            None if each is None else each.to(weight.dtype) for each, weight in zip(sums, ctx.trained, strict=True)
-        ]
-        return (hidden_gradient, None, None, None, *whole)
+        pairs = zip(sums, ctx.trained, strict=True)
+        weights = [None if total is None else total.to(weight.dtype) for total, weight in pairs]
+        return (hidden_gradient, None, None, None, *weights)
 
 
 def _add(total: Tensor | None, share: Tensor) -> Tensor:
