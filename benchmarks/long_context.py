@@ -211,8 +211,8 @@ def find_longest(
 ) -> dict[str, Any]:
     """Returns the longest row that fits, a multiple of `grid`, and the tries.
 
-    The peak grows linearly, so two short rows give the first guess; tries around it end with a row that fits and one,
-    longer by 2 % at most, that does not, or with the time.
+    The peak grows linearly, so two short rows give the first guess. Tries around it end with a row that fits and one,
+    longer by about 2 %, that does not, after MAX_TRIES, or with the time.
     """
     tries: list[dict[str, Any]] = []
 
@@ -233,7 +233,7 @@ def find_longest(
         first, second = (each["reserved"] for each in tries)
         slope = max((second - first) / (probes[1] - probes[0]), 1.0)
         guess = int(probes[1] + (limit - second) / slope)
-    step = 0.02
+    step = 1.0 if high else 0.02  # without a prediction, by halves
     for _ in range(MAX_TRIES):
         guess = max(guess // grid * grid, low + grid)
         if (high and (guess >= high or high - low <= 0.02 * high)) or time.monotonic() > until:

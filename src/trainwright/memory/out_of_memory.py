@@ -247,7 +247,7 @@ def _advice_for_recomputed(config: RunConfig) -> Iterator[str]:
         return
     if "offload" not in reserved and not config.runtime.device.startswith("cpu"):
         yield (
-            "model.offload, with the name of the inputs of blocks ([decoder_input] in llama and gpt2): they are kept in "
+            "model.offload, with the name of the inputs of blocks ([decoder_input] in llama and gpt2): they stay in "
             "host memory until the backward pass."
         )
     if "tile" not in reserved:
