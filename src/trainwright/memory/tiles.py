@@ -44,7 +44,7 @@ DEFAULT_TOKENS = 8192
 """Tiles of the MLP of an 8B Llama then need about 2 GiB, and its matrix products are as fast as those of all tokens."""
 _EXAMPLE, _SLICE = 6, slice(2, 5)  # tokens of the example that checks a layer
 _TOLERANCE = 1e-3
-_MIXING = (nn.modules.batchnorm._BatchNorm, nn.MultiheadAttention, nn.RNNBase)
+_MIXING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.MultiheadAttention, nn.RNNBase)
 
 
 @dataclass(frozen=True)
