@@ -78,6 +78,7 @@ model takes them, but for `preset` and `kernels`. All about them, with examples:
 | `sharding` | text or a section | How parameters are split over ranks: a packaged name, a file, or rules. |
 | `activation_checkpointing` | text, list or a section | Recomputed: `layers`, `save`, `budget`, `every`; or by path. |
 | `compile_repeated_blocks` | text, list or a section | Equal blocks compiled as one: a path, or `path`, `backend`. |
+| `tile` | text, list or a section | Token-wise layers that run in tiles of tokens: `layers`, `tokens`; or by path. |
 | `offload` | list of text or a section | Named tensors that wait for backward in host memory; or by path. |
 | `kernels` | `fast`, `stock` | Attention and loss of transformers models: `fast` (the default), or transformers' own. |
 | `args` | a section | Arguments that are passed as they are, also if their names are in this table. |

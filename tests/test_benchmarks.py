@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -233,3 +234,53 @@ def test_a_dry_run_writes_its_table(tmp_path, name):
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     assert json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))["device"] == "cpu"
     assert "| ms |" in (tmp_path / f"{name}.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def long_context(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import long_context
+
+    return long_context
+
+
+@pytest.mark.parametrize("longest", [3000, 20_000, 151_553, 700_000])
+@pytest.mark.parametrize("usable", [0.93, 0.97, 1.0])
+def test_the_longest_row_is_found_within_a_few_tries(long_context, longest, usable):
+    limit = int((7_000 + longest) / usable)  # the rest is fragmented
+
+    def run(tokens):
+        return {"fits": tokens <= longest, "reserved": 7_000 + tokens}
+
+    until = time.monotonic() + 60
+    found = long_context.find_longest(run, limit, probes=(16_384, 49_152), grid=1024, until=until)
+    assert found["tokens"] <= longest < found["too_long"]
+    assert found["too_long"] - found["tokens"] <= max(0.05 * longest, 2048)
+    assert len(found["tries"]) <= 7
+    late = long_context.find_longest(run, limit, probes=(1024, 2048), grid=1024, until=0)
+    assert late == late | {"tokens": 2048, "too_long": None}
+
+
+def test_a_stage_is_skipped_if_it_would_not_end_in_time(long_context):
+    seconds = [long_context.seconds_of(tokens, 32) for tokens in long_context.PUBLISHED.values()]
+    assert seconds == sorted(seconds)
+    assert 300 < seconds[-1] < 600  # of one step with the length that is published for 80 GB
+
+
+@pytest.mark.slow
+def test_a_dry_run_finds_the_longest_row_and_continues_where_it_ended(long_context, tmp_path):
+    command = [sys.executable, str(FOLDER / "long_context.py"), "--dry-run", "--output", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    path = tmp_path / "long_context.json"
+    first = json.loads(path.read_text("utf-8"))
+    assert first["small"]["fits"]
+    found = first["limits"]["3"]
+    assert found["published"] == found["published"] | {"tokens": 384, "layers": 3, "fits": True}
+    assert found["longest"]["tokens"] >= 384
+    del first["limits"]["3"]["longest"]
+    path.write_text(json.dumps(first), encoding="utf-8")
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    again = json.loads(path.read_text("utf-8"))["limits"]["3"]
+    assert again["published"] == found["published"]  # not measured again
+    assert again["longest"]["tokens"] == found["longest"]["tokens"]
+    assert "| 3 MB | 384 |" in (tmp_path / "long_context.md").read_text("utf-8")

@@ -1,6 +1,8 @@
 """The examples, run for a few steps as their READMEs say."""
 
 import json
+import logging
+import math
 import re
 import runpy
 import shlex
@@ -68,6 +70,30 @@ def test_the_settings_of_the_8b_llama_train_a_small_one(tmp_path):
     assert {each.grad.dtype for each in trainer.model.parameters()} == {torch.bfloat16}
     config = RunConfig.load(folder / "run.yaml")
     assert (config.model.preset, config.model.dtype) == ("llama3-8b", "bf16")
+
+
+def test_the_settings_of_long_contexts_train_a_small_llama(tmp_path, caplog):
+    pytest.importorskip("tokenizers")
+    folder = copy_example("llama_8b", tmp_path)
+    settings = dict(RunConfig.load(folder / "long_context.yaml").model.items())
+    assert settings.pop("preset") == "llama3-8b"
+    small = {**settings, "vocab_size": 4096, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "max_positions": 64}
+    small |= {"tile": {"layers": ["SwiGLU"], "tokens": 16}}
+    config = RunConfig.load(
+        folder / "long_context.yaml",
+        overrides=[
+            f"output_dir={tmp_path / 'runs'}",
+            "data.train={type: stdlib_code, part: train, sequence_length: 64, vocab_size: 512, max_megabytes: 0.5}",
+            "trainer.max_steps=2",
+            "writers=[json]",
+        ],
+    ).derive({"model": small})
+    with caplog.at_level(logging.INFO, logger="trainwright"):
+        trainer = build_trainer(config)
+        trainer.train()
+    lines = (trainer.folder / "metrics.json").read_text("utf-8").splitlines()
+    assert [math.isfinite(json.loads(line)["loss"]) for line in lines] == [True, True]
+    assert "2 SwiGLU run in tiles of up to 16 tokens" in caplog.text
 
 
 def test_digits_with_a_vision_transformer_learn(tmp_path):

@@ -5,6 +5,7 @@ from tests.analysis.runs import LENGTH, MODEL, small_run
 
 from trainwright import RunConfig, build_trainer
 from trainwright.analysis import estimate as kinds
+from trainwright.analysis import fake_ranks
 from trainwright.analysis.estimate import AVERAGES, Estimate, HeldBytes, estimate
 
 ROWS = f"""
@@ -131,3 +132,27 @@ def test_a_gpu_s_fused_forms_hold_no_scores_and_no_copies():
     assert gpu.most[kinds.ACTIVATIONS] < 0.9 * cpu.most[kinds.ACTIVATIONS]
     assert gpu.most[kinds.PARAMETERS] == cpu.most[kinds.PARAMETERS]
     assert gpu.most[kinds.GRADIENTS] == cpu.most[kinds.GRADIENTS]
+
+
+LONG = 512
+ADAPTED = {"lora": {"match": "*_proj", "rank": 4}, "quantize": "nf4", "activation_checkpointing": ["DecoderLayer"]}
+
+
+def long_rows(**model):
+    settings = small_run().to_dict()
+    sizes = {"vocab_size": 64, "hidden_size": 64, "num_layers": 2, "num_heads": 2, "intermediate_size": 1024}
+    model = {"type": "llama", "max_positions": LONG, **sizes, **ADAPTED, **model}
+    trainer = {**settings["trainer"], "global_batch_size": 1, "micro_batch_size": 1}
+    config = RunConfig.from_dict({**settings, "model": model, "trainer": trainer})
+    return estimate(config.derive({"runtime.device": "cuda"}), world_size=1, sequence_length=LONG)
+
+
+def test_offloaded_inputs_and_tiles_are_not_counted_on_the_device(monkeypatch, caplog):
+    monkeypatch.setattr(fake_ranks, "_MAX_EQUAL_READS", 5)  # of the 14 quantized layers
+    with caplog.at_level("INFO", logger="trainwright"):
+        plain = long_rows()
+        lean = long_rows(offload=["decoder_input"], tile={"layers": "SwiGLU", "tokens": 256})
+    assert "built in main memory" not in caplog.text
+    assert plain.peak_bytes - lean.peak_bytes > 2 * (LONG - 256) * 1024 * 2
+    assert lean.remarks[-1] == "model.offload keeps 0.0 GB on the host, in addition."
+    assert not any("model.offload" in remark for remark in plain.remarks)

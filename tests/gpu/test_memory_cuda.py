@@ -8,7 +8,12 @@ from torch import nn
 
 from trainwright import RunConfig, Trainer, build_trainer
 from trainwright.backends import pick_backend
+from trainwright.memory.module_paths import Around, put_around
 from trainwright.memory.out_of_memory import is_out_of_memory, out_of_memory
+from trainwright.memory.rewrite import apply_memory_settings
+from trainwright.models.llama import Llama
+from trainwright.models.lora import add_lora
+from trainwright.models.quantize import quantize_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -118,3 +123,85 @@ def test_the_report_has_a_snapshot_and_names_the_parameters(tmp_path, small_gpu,
     assert "memory_snapshot.pickle" in report
     assert "trainer.micro_batch_size=8, or auto" in str(error)
     assert held.numel() == GIB
+
+
+def long_model(**reserved):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 4096}
+    with torch.device("cuda"):
+        model = Llama(vocab_size=1024, max_positions=65536, **sizes)
+    add_lora(model, match="*_proj", rank=8)
+    quantize_model(model, "nf4")
+    apply_memory_settings(model, reserved, origin=lambda label: None)
+    return model
+
+
+def step_peak(model, tokens):
+    """The loss and gradients of a second step with one row, and its peak in addition to what was there before."""
+    ids = torch.arange(tokens, device="cuda")[None] % 1024
+    for _ in range(2):
+        model.zero_grad()
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids)["loss"]
+        loss.backward()
+        torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"loss": loss.detach(), **{name: each.grad for name, each in model.named_parameters()}}, peak
+
+
+RECOMPUTED = {"activation_checkpointing": ["DecoderLayer"]}
+
+
+def test_offload_and_tiles_give_the_same_gradients_with_less_memory():
+    tokens = 16384
+    plain, most = step_peak(long_model(**RECOMPUTED), tokens)
+    offloaded, less = step_peak(long_model(**RECOMPUTED, offload=["decoder_input"]), tokens)
+    settings = {"offload": ["decoder_input"], "tile": {"layers": ["SwiGLU"], "tokens": 2048}}
+    tiled, least = step_peak(long_model(**RECOMPUTED, **settings), tokens)
+    one_input = tokens * 512 * 4  # of fp32
+    assert most - less >= one_input
+    assert less - least >= 2 * tokens * 4096 * 2
+    for name, value in plain.items():
+        assert value is None or torch.equal(value, offloaded[name]), name
+        if value is not None:
+            assert (value - tiled[name]).norm() <= 0.02 * value.norm() + 1e-6, name
+
+
+def test_the_peak_is_linear_in_the_length_and_does_not_depend_on_how_far_the_host_runs_ahead():
+    model = long_model(**RECOMPUTED, offload=["decoder_input"], tile={"layers": ["SwiGLU"], "tokens": 2048})
+    peaks = {tokens: step_peak(model, tokens)[1] for tokens in (16384, 32768, 49152)}
+    first, second = peaks[32768] - peaks[16384], peaks[49152] - peaks[32768]
+    assert abs(first - second) <= 0.1 * first
+    assert first <= 16384 * 40 * 512 * 4
+
+
+class PlainTiles(Around):
+    """Runs tiles one after the other, with plain autograd."""
+
+    def __call__(self, hidden):
+        return torch.cat([self.inner(tile) for tile in hidden.split(512, dim=1)], dim=1)
+
+
+def test_dropout_in_tiles_is_the_same_in_both_passes():
+    found = []
+    for is_plain in (True, False):
+        model = long_model()
+        for name, layer in model.named_modules():
+            if hasattr(layer, "lora_dropout"):
+                layer.lora_dropout = 0.3
+                torch.nn.init.normal_(layer.lora_b, std=0.02)
+            if is_plain and name.endswith("mlp"):
+                put_around(layer, PlainTiles)
+        if not is_plain:
+            apply_memory_settings(model, {"tile": {"layers": "*.mlp", "tokens": 512}}, origin=lambda label: None)
+        ids = torch.arange(2048, device="cuda")[None] % 1024
+        torch.manual_seed(1)
+        loss = model(input_ids=ids, labels=ids)["loss"]
+        loss.backward()
+        found.append({"loss": loss.detach(), **{name: each.grad for name, each in model.named_parameters()}})
+    for name, value in found[0].items():
+        assert value is None or torch.allclose(value, found[1][name], rtol=1e-3, atol=1e-3 * value.abs().max()), name

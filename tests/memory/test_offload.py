@@ -12,8 +12,9 @@ from tests.messages import raises
 from torch import nn
 
 from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.memory import offload
 from trainwright.memory.activation_checkpointing import recompute_layers
-from trainwright.memory.offload import HostCopies, OffloadedTensor, choose_parts, offload_tensors, offloading
+from trainwright.memory.offload import HostCopies, HostCopy, OffloadedTensor, choose_parts, offload_tensors, offloading
 from trainwright.models.layers.annotations import name_tensor
 
 
@@ -184,3 +185,81 @@ def test_a_submodule_may_have_its_own_setting():
 def test_a_setting_that_cannot_be_is_rejected(setting, said):
     with raises(ConfigError, *said):
         choose_parts(Stack(), setting)
+
+
+class LateStream:
+    """A stream whose copies are made when another stream waits for it, as late as on a device."""
+
+    def __init__(self, device=None):
+        self.queue, self.num_waits = [], 0
+
+    def __enter__(self):
+        torch._foreach_copy_ = self.copy  # restored by the fixture
+
+    def __exit__(self, *_):
+        pass
+
+    def wait_stream(self, other):
+        self.num_waits += 1
+        while other.queue:
+            targets, sources = other.queue.pop(0)
+            for target, source in zip(targets, sources, strict=True):
+                assert target.nbytes <= 100
+                target.copy_(source)
+
+    def copy(self, targets, sources, non_blocking):
+        assert non_blocking
+        assert self.num_waits, "a copy starts before what it reads is computed"
+        self.queue.append((targets, sources))
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Makes copies as on a device; returns the streams: the one that computes, and those of the copies."""
+    made = [LateStream()]
+
+    def make_stream(device):
+        made.append(LateStream())
+        return made[-1]
+
+    monkeypatch.setattr(offload, "reads_at_once", lambda device: False)
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(torch, "Stream", make_stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made[0])
+    monkeypatch.setattr(torch, "_foreach_copy_", None)
+    return made
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_copies_by_way_of_a_stream_have_the_same_bits_and_at_most_two_are_back(streams, monkeypatch, is_recomputed):
+    build, batch, block, _, tensor = SHIPPED["llama"]
+    model = make(build)
+    before = update_of(model, batch)
+    back, most = [], 0
+
+    class Counted(HostCopy):
+        def begin_return(self):
+            nonlocal most
+            super().begin_return()
+            if not any(each() is self._returning for each in back):
+                back.append(weakref.ref(self._returning))
+            most = max(most, sum(each() is not None for each in back))
+
+    monkeypatch.setattr(offload, "HostCopy", Counted)
+    offload_tensors(model, [tensor])
+    if is_recomputed:
+        recompute_layers(model, [block])
+    assert_same_bits(update_of(model, batch), before)
+    assert len(streams) == 2
+    assert not streams[1].queue
+    assert len(back) >= 3
+    assert most == 2
+    assert not any(each() is not None for each in back)
+
+
+def test_a_copy_that_is_dropped_is_waited_for(streams):
+    copy_of_it = HostCopies().of(torch.arange(4.0))
+    assert streams[1].queue
+    del copy_of_it
+    gc.collect()
+    assert not streams[1].queue

@@ -93,7 +93,11 @@ def test_only_settings_that_are_not_used_yet_are_proposed():
     frugal = config(micro_batch_size=1, optimizer={"type": "adamw", "state_dtype": "bf16"}).derive(
         {"runtime.precision": "bf16", "model.lora": {"rank": 4}, "model.activation_checkpointing": ["Block"]}
     )
-    assert [each.partition("=")[0] for each in advice_for(frugal)] == ["model.quantize"]
+    advice = [each.partition("=")[0].partition(",")[0] for each in advice_for(frugal)]
+    assert advice == ["model.offload", "model.tile", "model.quantize"]
+    on_cpu = advice_for(frugal.derive({"runtime.device": "cpu", "model.quantize": "nf4"}))
+    assert [each.partition(",")[0] for each in on_cpu] == ["model.tile"]
+    frugal = frugal.derive({"model.offload": ["decoder_input"], "model.tile": "*.mlp"})
     assert advice_for(frugal.derive({"runtime.mesh": {"fsdp": 2}})) == []
     frugal = frugal.derive({"model.quantize": "nf4"})
     assert advice_for(frugal) == []

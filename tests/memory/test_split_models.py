@@ -34,6 +34,8 @@ CASES = {
 }
 
 
+TILED = {"tile": {"layers": ["SwiGLU"], "tokens": 7}, "activation_checkpointing": ["DecoderLayer"]}
+"""Rounded otherwise, because the products have other shapes."""
 TENSOR_CASES = {name: CASES[name] for name in ("activation_checkpointing", "save", "compile_repeated_blocks")} | {
     "offload": {"offload": ["decoder_input"], "activation_checkpointing": ["DecoderLayer"]}
 }
@@ -93,6 +95,8 @@ def compare(folder, rank):
             wrong = [key for key in before if not torch.equal(before[key], after[key])]
             if wrong:
                 said.append(f"{name}, update {number}: {wrong[:3]}")
+    for before, after in zip(plain, updates(TILED, mesh, rank), strict=True):
+        said += [f"tile: {key}" for key in before if not torch.allclose(before[key], after[key], atol=1e-6)]
     mesh = lay_out({"tensor": 2}, device_type="cpu")
     before = update_along_tensor({}, mesh)
     for name, reserved in TENSOR_CASES.items():
@@ -100,6 +104,8 @@ def compare(folder, rank):
         said += [f"{name} along tensor: {key}" for key in before if not torch.equal(before[key], after[key])]
     with raises(ConfigError, "model.layers", "tensor"):
         update_along_tensor(CASES["all"], mesh)
+    with raises(ConfigError, "model.layers.0.mlp", "tensor"):
+        update_along_tensor(TILED, mesh)
     offload_a_split_tensor(mesh)
     (folder / f"{rank}.txt").write_text("\n".join(said))
     dist.barrier()

@@ -39,8 +39,9 @@ class _Storage:
 class HeldBytes(TorchDispatchMode):
     """Counts every storage that is allocated or resized in its context; `peak` is what was held when most was."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._on_gpu = on_gpu
         self.now: Counter[str] = Counter()
         self.peak: dict[str, int] = dict.fromkeys(KINDS, 0)
         self.most: dict[str, int] = dict.fromkeys(KINDS, 0)
@@ -110,7 +111,16 @@ class HeldBytes(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operations on local tensors follow
-        result = func(*args, **(kwargs or {}))
+        workspace = _workspace(func, args) if self._on_gpu else 0
+        self._count(workspace, TEMPORARY)
+        try:
+            result = self._run(func, args, kwargs or {})
+        finally:
+            self._count(-workspace, TEMPORARY)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         if func.namespace == "prim":
             return result  # for example the device of a tensor
         is_collective = func.namespace in ("c10d", "_c10d_functional", "_dtensor")
@@ -161,6 +171,20 @@ class HeldBytes(TorchDispatchMode):
             self._highest = self.total
             self.peak = {kind: self.now[kind] for kind in KINDS}
             self._peak_number = self._number if self._is_forward else None
+
+
+def _workspace(func: Any, args: tuple[Any, ...]) -> int:
+    """Returns the temporary memory of the backward kernels of attention on a GPU, which those of a CPU do not need.
+
+    They sum the gradient of the queries in fp32 and, with fewer key heads, have gradients of keys and values for each
+    query head.
+    """
+    name = func.name()
+    if not (name.startswith("aten::_scaled_dot_product_") and name.partition(".")[0].endswith("_backward")):
+        return 0
+    query, key = args[1], args[2]
+    expanded = 2 * query.nbytes if key.shape[1] != query.shape[1] else 0
+    return int(query.numel() * 4 + expanded)
 
 
 def _round_up(size: int) -> int:
@@ -228,7 +252,7 @@ def estimate(config: RunConfig, *, world_size: int, rank: int = 0, sequence_leng
 
 def measure_step(run: ImaginaryRun) -> HeldBytes:
     """Runs a first step, in which optimizers create their states, then measures a second one."""
-    model, held = run.trainer.model, HeldBytes()
+    model, held = run.trainer.model, HeldBytes(on_gpu=run.on_gpu)
     with _marked_forwards(run, held), held:
         for each in (model, *run.trainer.context.frozen_models.values()):
             held.label(each.parameters(), PARAMETERS)
@@ -299,8 +323,8 @@ def _remarks(run: ImaginaryRun) -> list[str]:
         device = "a GPU" if precision == "bf16" else "a CPU"
         found.append(f"runtime.precision is auto: counted in {precision}, as on {device}. Set it to count another.")
     reserved = {} if run.config.model is None else run.config.model.reserved
-    if "offload" in reserved:
-        found.append("model.offload is ignored: the tensors that it names are counted as device memory.")
+    if "offload" in reserved and run.on_gpu:
+        found.append(f"model.offload keeps {run.host.most / 1e9:.1f} GB on the host, in addition.")
     if run.mesh.size("pipeline") > 1:
         found.append("Pipeline stages differ: use --rank to see the first rank of another.")
     if run.config.runtime.mode != "eager":

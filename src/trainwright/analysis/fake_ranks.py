@@ -6,9 +6,11 @@ import logging
 import math
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -68,6 +70,19 @@ class UnsplitModel:
 
 
 @dataclass
+class HostBytes:
+    """The bytes of the copies on the host."""
+
+    now: int = 0
+    most: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Counts new copies, or (below 0) freed ones."""
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+
+@dataclass
 class ImaginaryRun:
     """One rank of a run on fake tensors, ready to step."""
 
@@ -85,6 +100,8 @@ class ImaginaryRun:
     """True if the real run uses an accelerator, where models use other forms of some operations."""
     forward_contexts: list[ForwardContext]
     """Context managers around every `run_forward` of the trainer."""
+    host: HostBytes
+    """What `model.offload` keeps on the host."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -122,7 +139,7 @@ class ImaginaryRun:
         gradient_accumulation_steps, micro = self.num_micro_batches, self.plan.micro_batch_size
         wanted = num_micro_batches or gradient_accumulation_steps
         assert wanted in (1, gradient_accumulation_steps)
-        with self.mode, _read_ones(), trainer.storage, _forms(on_gpu=self.on_gpu), _without_offload_warnings():
+        with self.mode, _read_ones(), trainer.storage, _forms(self.host, on_gpu=self.on_gpu):
             trainer.set_batch(batch, self.num_samples)
             if wanted < gradient_accumulation_steps:
                 batch = next(iter(trainer.micro_batches(batch)))
@@ -204,6 +221,7 @@ def imagine(
             whole=whole,
             on_gpu=not config.runtime.device.startswith("cpu"),
             forward_contexts=contexts,
+            host=HostBytes(),
         )
 
 
@@ -447,26 +465,49 @@ def _read_ones() -> AbstractContextManager[Any]:
     return cast(AbstractContextManager[Any], _ReadOnes())
 
 
-@contextmanager
-def _without_offload_warnings() -> Iterator[None]:
-    """Silences the warning that offloading moves nothing: fake tensors are not moved, and a remark says so."""
-    level = offload.logger.level
-    offload.logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        offload.logger.setLevel(level)
+class _ImaginaryCopy:
+    """A copy on the host, in place of offload.HostCopy: of the device's memory, it has only what has come back."""
+
+    def __init__(self, tensor: torch.Tensor, stream: Any, previous: _ImaginaryCopy | None, *, host: HostBytes) -> None:
+        self._num_bytes = tensor.untyped_storage().nbytes()
+        self._previous = previous
+        self._returning: torch.Tensor | None = None
+        self._returned: weakref.ref[torch.Tensor] | None = None
+        host.add(self._num_bytes)
+        weakref.finalize(self, host.add, -self._num_bytes)
+
+    def finish(self) -> None:
+        """Does nothing: the tensor that was copied is not held."""
+
+    def data(self) -> torch.Tensor:
+        """Returns bytes on the device, and starts the return of the copy before."""
+        returned = None if self._returned is None else self._returned()
+        if returned is None:
+            self.begin_return()
+            returned, self._returning = self._returning, None
+            assert returned is not None
+            self._returned = weakref.ref(returned)
+            if self._previous is not None:
+                self._previous.begin_return()
+        return returned
+
+    def begin_return(self) -> None:
+        """Takes memory of the device."""
+        if self._returning is None:
+            self._returning = torch.empty(self._num_bytes, dtype=torch.uint8)
 
 
 @contextmanager
-def _forms(*, on_gpu: bool) -> Iterator[None]:
+def _forms(host: HostBytes, *, on_gpu: bool) -> Iterator[None]:
     """Selects the forms of operations of the real run; models select them by device, which is the CPU here."""
     if not on_gpu:
         yield
         return
     modules = [vars(each) for key, each in list(sys.modules.items()) if key.startswith("trainwright.models.")]
-    replaced = [(names, "waits_for_memory", lambda device: True) for names in modules if "waits_for_memory" in names]
-    replaced += _fused_forms()
+    replaced: list[tuple[dict[str, Any], str, Callable[..., Any]]] = [
+        (names, "waits_for_memory", lambda device: True) for names in modules if "waits_for_memory" in names
+    ]
+    replaced += [*_fused_forms(), (vars(offload), "HostCopy", partial(_ImaginaryCopy, host=host))]
     originals = [(names, name, names[name]) for names, name, _ in replaced]
     try:
         for names, name, other in replaced:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEMORY_KEYS = ("offload", "activation_checkpointing", "compile_repeated_blocks")
+MEMORY_KEYS = ("tile", "offload", "activation_checkpointing", "compile_repeated_blocks")
 """Settings of the model that change the memory of a step, but not its results."""
 
 

@@ -25,6 +25,7 @@ FREE_SETTINGS = (
     *("trainer.max_steps", "trainer.max_epochs", "trainer.max_samples", "trainer.max_tokens"),
     *("trainer.micro_batch_size", "trainer.gradient_accumulation_steps", "trainer.optimizer_in_backward"),
     *("model.sharding", "model.activation_checkpointing", "model.compile_repeated_blocks", "model.offload"),
+    "model.tile",
     *("runtime.mesh", "runtime.reshard_after_forward", "runtime.accumulate_unsharded", "runtime.mode"),
     *("runtime.compile_backend", "runtime.compile_mode", "runtime.compile_options", "runtime.compile_memory_budget"),
     *("runtime.deterministic", "runtime.max_graph_breaks", "runtime.device"),

@@ -68,6 +68,11 @@ def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
     found = []
     if config.model is not None and "activation_checkpointing" not in config.model.reserved:
         found.append("recompute layers (model.activation_checkpointing)")
+    elif config.model is not None:
+        if "offload" not in config.model.reserved and not config.runtime.device.startswith("cpu"):
+            found.append("keep the inputs of blocks on the host (model.offload)")
+        if "tile" not in config.model.reserved:
+            found.append("run the MLP in tiles of tokens (model.tile)")
     if axes.get("replicate", 1) > 1 and axes.get("fsdp", 1) == 1:
         found.append("split the model instead of copying it (runtime.mesh: {fsdp: -1})")
     else:

@@ -137,6 +137,7 @@ class ModelSection(Component):
         "activation_checkpointing",
         "compile_repeated_blocks",
         "offload",
+        "tile",
         "kernels",
         "args",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from trainwright.backends import host_buffers, reads_at_once
-from trainwright.backends.private_torch import version_of
+from trainwright.backends.private_torch import FakeTensor, version_of
 from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.memory.module_paths import Around, Forward, by_path, parts_of, put_around, read_names
@@ -25,9 +25,17 @@ from trainwright.parallel.mesh import is_split, local
 
 logger = logging.getLogger(__name__)
 
+BLOCK_BYTES = 2**27
+"""The largest block of host memory. torch's allocator of pinned memory rounds a block up to a power of two: one block
+of 2.6 GiB would need 4 GiB. Pinning a block takes tens of milliseconds, and torch reuses it in later steps."""
+
 
 class HostCopies:
-    """The host copies of one forward pass, in order."""
+    """The host copies of one forward pass, in order.
+
+    Each copy has finished before the next begins, and the device's memory is released then. `record_stream` would
+    release it at a time that depends on how far the host runs ahead: in a long context, by the whole forward pass.
+    """
 
     def __init__(self) -> None:
         self._stream: Any = None
@@ -38,44 +46,58 @@ class HostCopies:
         is_host = tensor.is_meta or reads_at_once(tensor.device)
         if not is_host and self._stream is None:
             self._stream = torch.Stream(tensor.device)
+        self.finish()
         self._last = HostCopy(tensor.detach(), None if is_host else self._stream, self._last)
         return self._last
 
+    def finish(self) -> None:
+        """Makes the device wait for the last copy, and releases its memory there."""
+        if self._last is not None:
+            self._last.finish()
+
 
 class HostCopy:
-    """A copy of one storage on the host."""
+    """A copy of one storage on the host.
+
+    Memory of the device is allocated and freed in the order of the stream that computes. The stream of the copies waits
+    for it before it reads or writes, and is waited for before the memory is used or freed.
+    """
 
     def __init__(self, tensor: Tensor, stream: Any, previous: HostCopy | None) -> None:
         """Copies on a stream; without one the tensor's own memory is the copy."""
+        self._source: Tensor | None = None
+        """What the copy reads."""
+        self._returning: Tensor | None = None
+        """What a copy back writes."""
         data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self._device = tensor.device
+        self._num_bytes = data.nbytes
         self._stream = stream
         self._previous = previous
-        self._returning: Tensor | None = None
         self._returned: ref[Tensor] | None = None
         if stream is None:
-            self._host, self._shared, self._version = data, tensor, version_of(tensor)
+            self._host, self._shared, self._version = [data], tensor, version_of(tensor)
             return
-        [self._host] = host_buffers([data])
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
-            self._host.copy_(data, non_blocking=True)
-        # Otherwise the allocator could reuse the memory during the copy.
-        data.record_stream(stream)
+        self._host = [buffer for block in torch.split(data, BLOCK_BYTES) for buffer in host_buffers([block])]
+        self._source = data
+        self._copy(self._host, torch.split(data, BLOCK_BYTES))
+
+    def __del__(self) -> None:
+        # A copy back that was not used, as after an error, still writes.
+        if self._source is not None or self._returning is not None:
+            self._wait()
 
     def data(self) -> Tensor:
         """Returns the bytes on the device, which stay there as long as they are referenced."""
         if self._stream is None:
             reject_changed(self._shared, self._version)
-            return self._host
+            return self._host[0]
         returned = None if self._returned is None else self._returned()
         if returned is None:
             self.begin_return()
+            self.finish()
             returned, self._returning = self._returning, None
             assert returned is not None
-            current = torch.accelerator.current_stream(self._device)
-            current.wait_stream(self._stream)
-            returned.record_stream(current)
             self._returned = ref(returned)
             if self._previous is not None:
                 self._previous.begin_return()
@@ -84,8 +106,22 @@ class HostCopy:
     def begin_return(self) -> None:
         """Starts to copy the bytes back to the device, without waiting."""
         if self._stream is not None and self._returning is None:
-            with self._stream:
-                self._returning = self._host.to(self._device, non_blocking=True)
+            self._returning = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+            self._copy(torch.split(self._returning, BLOCK_BYTES), self._host)
+
+    def finish(self) -> None:
+        """Makes the device wait for the copies, and releases the tensor that was copied."""
+        if self._source is not None or self._returning is not None:
+            self._wait()
+        self._source = None
+
+    def _copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
+
+    def _wait(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
 
 class OffloadedTensor:
@@ -103,13 +139,15 @@ class OffloadedTensor:
     def tensor(self) -> Tensor:
         """Returns the same tensor, bit for bit."""
         data = self._copy.data()
-        own = torch.empty(0, dtype=self._dtype, device=data.device).set_(data.untyped_storage(), *self._view)
+        offset, shape, stride = self._view
+        length = data.numel() - data.numel() % self._dtype.itemsize
+        own = data[:length].view(self._dtype).as_strided(shape, stride, offset)
         if self._layout is None:
             return own
         from torch.distributed.tensor import DTensor
 
-        mesh, placements, shape, stride = self._layout
-        return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+        mesh, placements, whole_shape, whole_stride = self._layout
+        return DTensor.from_local(own, mesh, placements, run_check=False, shape=whole_shape, stride=whole_stride)
 
 
 def reject_changed(tensor: Tensor, version: int) -> None:
@@ -226,7 +264,8 @@ class SavedTensorMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def close(self) -> None:
-        """Ends the pass: drops all names."""
+        """Ends the pass: drops all names, and the last tensor that was copied."""
+        self._copies.finish()
         self._named, self._saved = {}, {}
 
     def pack(self, tensor: Tensor) -> _Saved:
@@ -271,8 +310,8 @@ def unpack(saved: _Saved) -> Tensor:
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:
-    """Returns the storage of a tensor on this rank; None for tensor subclasses."""
+    """Returns the storage of a tensor on this rank; None for tensor subclasses, except for those of an estimate."""
     own = local(tensor)
-    if type(own) not in (Tensor, nn.Parameter) or (own is tensor) == is_split(tensor):
+    if type(own) not in (Tensor, nn.Parameter, FakeTensor) or (own is tensor) == is_split(tensor):
         return None
     return StorageWeakRef(own.untyped_storage())  # type: ignore[no-untyped-call]

@@ -221,6 +221,8 @@ def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool) 
             "model.activation_checkpointing, with the class of the model's blocks: their activations are recomputed, "
             "for about a quarter more time; losses stay equal, bit for bit."
         )
+    if not in_evaluation:
+        yield from _advice_for_recomputed(config)
     for label, optimizer in _optimizers(config):
         if optimizer.type == "adamw" and not {"state", "state_dtype"} & optimizer.arguments.keys():
             yield f"{label}.state=8bit: {_saving(held, STATE, 0.75)}both moments need a quarter of fp32."
@@ -236,6 +238,23 @@ def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool) 
     if any(hook.type == "ema" for hook in config.hooks):
         size = f" ({_size(held[PARAMETER]).strip()})" if held.get(PARAMETER) else ""
         yield f"hooks: ema keeps a copy of the weights{size}, and in evaluations a second."
+
+
+def _advice_for_recomputed(config: RunConfig) -> Iterator[str]:
+    """Yields the settings that matter once blocks are recomputed: then their inputs and one block need most."""
+    reserved = {} if config.model is None else config.model.reserved
+    if "activation_checkpointing" not in reserved:
+        return
+    if "offload" not in reserved and not config.runtime.device.startswith("cpu"):
+        yield (
+            "model.offload, with the name of the inputs of blocks ([decoder_input] in llama and gpt2): they stay in "
+            "host memory until the backward pass."
+        )
+    if "tile" not in reserved:
+        yield (
+            'model.tile, with the class of the model\'s MLP or a glob such as "*.mlp": the wide tensors of a part of '
+            "the tokens are in memory at a time."
+        )
 
 
 def _optimizers(config: RunConfig) -> Iterator[tuple[str, Component]]:

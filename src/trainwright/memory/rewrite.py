@@ -1,7 +1,7 @@
 """Applies the memory settings of the model section.
 
-The order is `offload`, `activation_checkpointing`, `compile_repeated_blocks`; each has its own file. Names of modules
-and parameters stay, so that checkpoints load with and without them.
+The order is `tile`, `offload`, `activation_checkpointing`, `compile_repeated_blocks`; each has its own file. Names of
+modules and parameters stay, so that checkpoints load with and without them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from trainwright.errors import ConfigError
 from trainwright.memory.activation_checkpointing import choose_layers, recompute_layers
 from trainwright.memory.offload import choose_parts, offload_tensors
 from trainwright.memory.repeated_blocks import choose_stacks, compile_stacks
+from trainwright.memory.tiles import choose_tiled, tile_layers
 
 Origin = Callable[[str], object | None]
 """Returns the location of a setting such as `model.activation_checkpointing`, or None."""
@@ -36,6 +37,10 @@ def apply_memory_settings(
     `check_memory_settings` with the whole model before. `compile_arguments` are further arguments of torch.compile for
     `compile_repeated_blocks`.
     """
+    # Innermost, so that a layer in both settings is recomputed as a whole.
+    if "tile" in reserved:
+        with _located("tile", origin) as where:
+            tile_layers(model, reserved["tile"], is_whole=is_whole, where=where)
     if "offload" in reserved:
         with _located("offload", origin) as where:
             offload_tensors(model, reserved["offload"], is_whole=is_whole, where=where)
@@ -52,6 +57,7 @@ def apply_memory_settings(
 def check_memory_settings(model: nn.Module, reserved: Mapping[str, Any], *, origin: Origin) -> None:
     """Raises the errors of `apply_memory_settings` for a whole model, and changes nothing."""
     for key, choose in (
+        ("tile", choose_tiled),
         ("offload", choose_parts),
         ("activation_checkpointing", choose_layers),
         ("compile_repeated_blocks", choose_stacks),

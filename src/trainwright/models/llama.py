@@ -216,10 +216,10 @@ class DecoderLayer(nn.Module):
         self, hidden: Tensor, rotations: Rotations, mask: Mask | None, cache: LayerCache | None = None
     ) -> Tensor:
         """Returns the residual stream after this layer; dropout applies to what is added, not to the stream."""
-        attended: Tensor = self.dropout(self.self_attn(self.input_layernorm(hidden), rotations, mask, cache))
-        hidden = hidden + attended
-        transformed: Tensor = self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
-        return hidden + transformed
+        # No name for what is added: the tensor would live, unused, until the end of the layer.
+        hidden = hidden + self.dropout(self.self_attn(self.input_layernorm(hidden), rotations, mask, cache))
+        output: Tensor = hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
+        return output
 
 
 class Attention(nn.Module):

@@ -69,7 +69,9 @@ def add_adapters(input: Tensor, layers: Sequence[LoRALinear], outputs: Sequence[
     The first matrices of all adapters are one product, so that the input is read once and its gradient written once.
     """
     first = layers[0].lora_a if len(layers) == 1 else torch.cat([layer.lora_a for layer in layers])
-    inner = F.linear(input.to(first.dtype), first).split_with_sizes([layer.lora_rank for layer in layers], dim=-1)
+    # Autocast casts both to its dtype: before it, a float32 copy of the input would only take memory.
+    states = input if torch.is_autocast_enabled(input.device.type) else input.to(first.dtype)
+    inner = F.linear(states, first).split_with_sizes([layer.lora_rank for layer in layers], dim=-1)
     added = (
         F.linear(part, layer.lora_b) * (layer.lora_alpha / layer.lora_rank)
         for part, layer in zip(inner, layers, strict=True)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainwright.backends.private_torch import FakeTensor
 from trainwright.models.lora import LoRALinear
 
 QuantizedType = Literal["nf4", "int8"]
@@ -155,7 +156,8 @@ def encode(weight: Tensor, kind: QuantizedType) -> tuple[Tensor, ...]:
     flat = weight.detach().reshape(-1)
     blocks = F.pad(flat, (0, -flat.numel() % size)).view(-1, size)
     largest = torch.cat([chunk.abs().amax(dim=1).float() for chunk in torch.split(blocks, _CHUNK // size)])
-    if not weight.is_meta and not bool((largest <= LARGEST).all()):  # a nan is not
+    has_values = not (weight.is_meta or isinstance(weight, FakeTensor))  # `trainwright estimate` builds without values
+    if has_values and not bool((largest <= LARGEST).all()):  # a nan is not
         raise ValueError(f"has values that are not finite, or above {LARGEST:g}")
     # The largest value of a block has the largest code. A block of zeros is divided by 1.
     scales = largest if kind == "nf4" else largest / 127
