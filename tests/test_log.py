@@ -1,11 +1,13 @@
 """What is shown of the package's log, and to whom."""
 
 import logging
+import sys
+from types import ModuleType
 
 import pytest
 from tests.messages import mentions
 
-from trainwright.log import is_progress_shown, rank_log, run_log, show_log, show_log_unless_configured
+from trainwright.log import in_notebook, is_progress_shown, rank_log, run_log, show_log, show_log_unless_configured
 
 
 @pytest.fixture
@@ -124,3 +126,8 @@ def test_progress_is_shown_unless_the_level_is_above_info(package):
     assert not is_progress_shown()
     show_log(logging.DEBUG)
     assert is_progress_shown()
+
+
+def test_ipython_that_another_thread_is_importing_is_no_notebook(monkeypatch):
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))  # as Python registers it before its code runs
+    assert not in_notebook()

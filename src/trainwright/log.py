@@ -48,8 +48,8 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 def in_notebook() -> bool:
     """Returns True in a Jupyter kernel, whose outputs a browser shows; False in a terminal with IPython."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
+    # Another thread may be importing IPython just now: the module then has no get_ipython yet.
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
 
 
