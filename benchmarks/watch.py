@@ -27,15 +27,24 @@ from pathlib import Path
 import numpy as np
 
 CHROMIUM = "/usr/bin/chromium"
+PAGE = Path(__file__).parents[1] / "src/trainwright/watch/page"
 CONFIG = """name: {name}
 model: {{type: net.Net, width: {width}}}
 data: {{train: {{type: digits}}, eval: {{valid: {{type: digits}}}}}}
 trainer: {{max_steps: {steps}, optimizer: {{type: adamw, lr: 0.001}}}}
 log: {{every_steps: 10}}
 """
-DRAWN = """() => { const shown = [...document.querySelectorAll("canvas")].filter((each) => {
-  const box = each.getBoundingClientRect(); return box.top < innerHeight && box.bottom > 0; });
-  return shown.length > 0 && shown.every((each) => each.dataset.drawn && JSON.parse(each.dataset.drawn).series.length >= %d); }"""
+DRAWN = """() => {
+  const shown = [...document.querySelectorAll("canvas")].filter((each) => {
+    const box = each.getBoundingClientRect();
+    return box.top < innerHeight && box.bottom > 0;
+  });
+  return shown.length > 0
+    && shown.every((each) => each.dataset.drawn && JSON.parse(each.dataset.drawn).series.length >= %d);
+}"""
+LOADED = """() => state.runs.filter((run) => state.selected.has(run.name))
+  .every((run) => !/sample/.test(run.version.curves))"""
+WAITED = "() => [...plots.values()].every((each) => !each.isVisible || !each.isWaiting)"
 
 
 def write_runs(folder: Path, num_runs: int, num_lines: int) -> int:
@@ -98,7 +107,10 @@ def measure_page(folder: Path) -> list[tuple[str, str]]:
             first_curves = time.perf_counter() - began
             paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
             listed = page.locator(".run").count()
-            rows += [("first paint", f"{paint:.0f} ms"), (f"{listed} runs listed, first curves", f"{first_curves:.2f} s")]
+            rows += [
+                ("first paint", f"{paint:.0f} ms"),
+                (f"{listed} runs listed, first curves", f"{first_curves:.2f} s"),
+            ]
             rows.append(("6 runs read in full", f"{seconds_until(LOADED):.1f} s"))
             began = time.perf_counter()
             page.click("#all")
@@ -122,7 +134,7 @@ def measure_page(folder: Path) -> list[tuple[str, str]]:
                     began = time.perf_counter()
                     with page.expect_response(lambda answer: "api/curves" in answer.url):
                         page.mouse.up()
-                    page.wait_for_function("() => [...plots.values()].every((each) => !each.isVisible || !each.isWaiting)")
+                    page.wait_for_function(WAITED)
                     times.append(time.perf_counter() - began)
                     page.keyboard.press("Escape")
                     page.dblclick("canvas >> nth=0")
@@ -137,9 +149,6 @@ def measure_page(folder: Path) -> list[tuple[str, str]]:
         server.terminate()
         server.wait()
     return rows
-
-
-LOADED = "() => state.runs.filter((run) => state.selected.has(run.name)).every((run) => !/sample/.test(run.version.curves))"
 
 
 def cpu_seconds(pid: int) -> float:
@@ -214,7 +223,10 @@ def measure_cost(work: Path, rounds: int) -> list[tuple[str, str]]:
     alone = statistics.median(times[False])
     return [
         ("a step, not watched", f"{1e6 * alone:.0f} µs"),
-        (f"the same step while it is watched (median of {len(pairs)} pairs)", f"{100 * (statistics.median(pairs) - 1):+.1f} %"),
+        (
+            f"the same step while it is watched (median of {len(pairs)} pairs)",
+            f"{100 * (statistics.median(pairs) - 1):+.1f} %",
+        ),
     ]
 
 
@@ -236,8 +248,11 @@ def main() -> None:
         rows = []
         size = write_runs(work / "runs", options.runs, options.lines) if options.only != "cost" else 0
         if options.only in (None, "page"):
-            page = sum(path.stat().st_size for path in (Path(__file__).parents[1] / "src/trainwright/watch/page").iterdir())
-            rows += [("the page's files", f"{page / 1e3:.0f} kB"), ("metrics.json of all runs", f"{size / 1e6:,.0f} MB")]
+            page = sum(path.stat().st_size for path in PAGE.iterdir())
+            rows += [
+                ("files of the page", f"{page / 1e3:.0f} kB"),
+                ("metrics.json of all runs", f"{size / 1e6:,.0f} MB"),
+            ]
             rows += measure_page(work / "runs")
         if options.only in (None, "report"):
             from trainwright.watch.report import write_report
