@@ -11,6 +11,7 @@ import json
 import math
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,7 +88,7 @@ class Loader:
         while True:
             read_more = self._queue.get()
             while read_more():
-                pass
+                time.sleep(0.0005)  # lets requests run
 
 
 class RunReader:
@@ -159,7 +160,7 @@ class RunReader:
                 depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
                 if depth > _MAX_DEPTH or isinstance(event, yaml.AliasEvent):
                     return {}
-            found = yaml.load(text, loader)
+            found = loader(text).get_single_data()
         except (yaml.YAMLError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
