@@ -42,10 +42,15 @@ a component raises: write `{type: adamw}` for the component.
 **References.** `${section.key}` is the value of another setting, after all files, groups and overrides are merged:
 `name: lm-${trainer.optimizer.lr}` follows an override of the rate. A value that consists of one reference has the
 type of the other setting, which may be a mapping or a list; within text it must be a number, a boolean or text.
+`${model.pretrained.folder}` also works if `model.pretrained` is a text.
 Settings that are not set have their defaults. `${env:NAME}` is the text of an environment variable and
 `${env:NAME,default}` has a default; variables that look like secrets are rejected, because `config.yaml` contains
 the resolved values. `$${` is a literal `${`. Within `{…}` and `[…]` YAML needs quotes around a reference, and so
 does a shell.
+
+**Required settings.** In a file that others extend, `path: ${required:the chats, such as chats.jsonl}` marks a setting
+that they set. A run in which it is not set is rejected, with the line of `extends`, the description and the example,
+which is what follows `, such as `. The packaged [recipes](recipes.md) consist of defaults and required settings.
 
 **Removals.** `~trainer.schedule` on the command line removes a setting, so that its default applies, and `~hooks.0`
 an item of a list. In a file that extends others, the key `~schedule:` without a value does the same. A removal that

@@ -29,7 +29,7 @@ ROWS = (
     ("registry",),
     ("backends", "events"),
     ("models", "data", "parallel"),
-    ("writers", "memory", "optim", "checkpoint"),
+    ("writers", "memory", "optim", "checkpoint", "benchmarks"),
     ("compile", "anomaly", "watch"),
     ("loop",),
     ("trainers", "hooks", "autotune"),

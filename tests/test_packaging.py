@@ -18,7 +18,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 NOT_FOR_RUNS = {"all", "benchmarks", "dev", "tpu"}
 """Extras that `all` does not have; a TPU's package would change which device torch finds."""
 
-DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
+DISTRIBUTIONS = {"lm_eval": "lm-eval", "sklearn": "scikit-learn", "yaml": "PyYAML"}
 """What packages are called where that is not their import name."""
 COME_ALONG = {"pydantic_core": "pydantic", "triton": "torch"}
 """Packages that a dependency brings in the version that it needs. Of torch, builds with CUDA do."""

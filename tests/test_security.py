@@ -310,6 +310,19 @@ CODE = {
     "the package's own loader": {
         "data": {"train": {"type": "trainwright.registry.resolve:import_modules", "names": ["evil"]}}
     },
+    "benchmarks": {"evaluation": {"benchmarks": [{"type": "evil.py:act"}]}},
+    "a metric of a benchmark": {
+        "evaluation": {"benchmarks": [{"type": "generate", "path": "x", "tokenizer": "bytes", "metric": "evil.py:act"}]}
+    },
+    "metrics of a benchmark in an argument": {
+        "data": {
+            "train": {
+                "path": {
+                    "benchmark": {"type": "generate", "path": "x", "tokenizer": "bytes", "metric": ["evil.py:act"]}
+                }
+            }
+        }
+    },
     "extends": {"extends": ["evil.py"]},
     "extends twice": {"extends": ["evil.yaml"]},
 }
@@ -515,7 +528,8 @@ def test_the_registry_is_asked_in_known_files_only():
     assert asks == {
         *("analysis/check.py", "analysis/explain.py", "api/experiments.py", "build/components.py", "build/data.py"),
         *("build/run.py", "export/huggingface.py", "export/load.py", "hooks/callback.py", "models/from_config.py"),
-        *("api/train_arguments.py", "data/samplers.py"),  # what a program passes; what build/ passes on
+        # What a program passes; what build/ passes on, of which reject_untrusted knows where it names a function.
+        *("api/train_arguments.py", "data/samplers.py", "benchmarks/generate.py"),
     }
 
 

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "AutoModel": "trainwright.models.model",
+    "Benchmark": "trainwright.benchmarks.benchmark",
     "CallbackHook": "trainwright.hooks.callback",
     "Component": "trainwright.config",
     "EventStorage": "trainwright.events",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from trainwright.api.run import Interrupted as Interrupted
     from trainwright.api.run import run_experiment as run_experiment
     from trainwright.api.training_main import training_main as training_main
+    from trainwright.benchmarks.benchmark import Benchmark as Benchmark
     from trainwright.build.run import build_component as build_component
     from trainwright.build.run import build_trainer as build_trainer
     from trainwright.config import Component as Component

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -254,3 +254,9 @@ class _ConsoleFile(io.FileIO):
         """Waits until the log has the note."""
         if self._note is not None:
             self._note.join()
+
+
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns each row as a line with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -57,6 +57,23 @@ def test_every_built_in_and_the_user_s_own_have_a_line(project):
     assert line.endswith("decay, lr=0.0001, betas=(0.9, 0.99), fn=max")
 
 
+def test_recipes_are_listed_with_their_required_settings_and_printed(project):
+    for listed in (ask().stdout, ask("recipes").stdout):
+        [line] = [line for line in listed.splitlines() if line.split()[:2] == ["recipe", "recipes/sft-lora"]]
+        assert line.endswith("model.pretrained, data.train.path")
+    for name in ("sft-lora", "recipes/sft-lora"):
+        shown = ask("recipe", name).stdout
+        assert "lr: 2e-4" in shown
+        assert (
+            "extends: recipes/sft-lora\nmodel: {pretrained: llama-3.2-1b}\ndata: {train: {path: chats.jsonl}}" in shown
+        )
+    both = ask("dpo").stdout
+    assert both.startswith("trainer dpo")
+    assert "recipe recipes/dpo" in both
+    assert mentions(error_of("recipe", "sft-lra"), "sft-lra", "sft-lora", "classify")
+    assert mentions(error_of("sft-lra"), '"sft-lora"')
+
+
 def test_columns_are_aligned(project):
     header, *rows = ask("optimizer").stdout.splitlines()
     column = header.index("what it is")
@@ -107,7 +124,7 @@ def test_every_snippet_is_a_run_file_with_the_component_in_its_section(in_tmp, k
     [entry] = [each for each in read_catalogue(in_tmp, [kind]).entries if each.type == name]
     (in_tmp / "run.yaml").write_text(snippet(entry))
     config = RunConfig.load(in_tmp / "run.yaml")
-    path = SECTIONS[kind].replace("NAME", name) + (".0" if kind in ("hook", "writer") else "")
+    path = SECTIONS[kind].replace("NAME", name) + (".0" if kind in ("hook", "writer", "benchmark") else "")
     assert config.written_at((*path.split("."), "type")) is not None
     required = {one.name for one in entry.signature.parameters if one.default is None}
     assert component_in(snippet(entry), path) == {"type": name, **dict.fromkeys(required)}

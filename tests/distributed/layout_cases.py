@@ -17,7 +17,7 @@ from tests.distributed.forked_launch import forget_groups
 from trainwright import Hook, Mean, RunConfig, Task, build_trainer, get_event_storage
 from trainwright.analysis.shard import CollectiveRecorder
 from trainwright.checkpoint.store import CheckpointStore
-from trainwright.loop import evaluation
+from trainwright.loop import agreement
 from trainwright.parallel import processes
 from trainwright.parallel.mesh import local
 from trainwright.trainers.language_model import LanguageModelTrainer
@@ -413,7 +413,7 @@ def run_failing(folder, name, layout, kind, *overrides):
 
 def fail_alone(folder):
     """Every rank ends with an error, though the others wait in a forward for the one that failed."""
-    evaluation.AGREEMENT_SECONDS = 1.0
+    agreement.AGREEMENT_SECONDS = 1.0
     build_trainer(load(folder, "alone", "fsdp", "trainer.max_steps=2"), FailsAlone).train()
 
 

@@ -627,7 +627,7 @@ def test_an_evaluation_that_fails_anywhere_on_one_rank_fails_on_all_and_the_step
     metric = f"evaluation.metrics={{m: {{type: 'tests.loop.small_runs:FailingMetric', rank: {rank}}}}}"
     settings = ("checkpoint.every_steps=100", *data, *([metric] if place == "metric" else []))
     run = Run(tmp_path / "run", *settings, **failing(place, rank, aggregates=aggregates))
-    codes = run.wait(seconds=30)
+    codes = run.wait(seconds=120)
     said = "could not convert string" if place == "no number" else f"no {place}"
     own = 2 if place == "no number" else 1  # an error that is explained in words
     assert (codes[rank], codes[1 - rank]) == (own, 2), run.said(0)  # its own error there, and a word about it elsewhere
@@ -642,6 +642,6 @@ def test_an_evaluation_that_fails_anywhere_on_one_rank_fails_on_all_and_the_step
 def test_a_run_whose_evaluation_failed_on_one_rank_goes_on_as_if_it_had_not(place, tmp_path):
     averages = "hooks=[{type: ema, decay: 0.8}]"  # swapped out again before the step is saved
     assert train_two(tmp_path / "whole", averages) == [0, 0]
-    assert Run(tmp_path / "run", averages, **failing(place, 1, aggregates=False)).wait(seconds=30) == [2, 1]
+    assert Run(tmp_path / "run", averages, **failing(place, 1, aggregates=False)).wait(seconds=120) == [2, 1]
     assert train_two(tmp_path / "run", averages) == [0, 0]
     assert_same_end(tmp_path / "whole", tmp_path / "run")

@@ -46,6 +46,7 @@ from trainwright.compile.host_sync import HostSyncMode, Sighting, watching
 from trainwright.compile.regions import EAGER, check_mode
 from trainwright.compile.reports import Compilations, listening
 from trainwright.config import BatchPlan, Origin, RunConfig, known_data_ranks, resolve_batch
+from trainwright.config.sections import BENCHMARK_SETTINGS
 from trainwright.data.collators import plain_mappings
 from trainwright.data.collators.fields import NamedFields
 from trainwright.data.fetch import count_samples, fetch, is_stream
@@ -190,7 +191,8 @@ def _check_arguments(
     reserved = case.config.model.reserved if kind == "model" and case.config.model is not None else {}
     if kind == "model" and ("preset" in arguments or "pretrained" in reserved):
         provided += [one.name for one in parameters]  # the preset or the pretrained folder has the others
-    read_by_builder = {"optimizer": ["groups"], "metric": ["outputs", "labels"]}.get(kind, [])
+    by_build = {"optimizer": ["groups"], "metric": ["outputs", "labels"], "benchmark": [*BENCHMARK_SETTINGS]}
+    read_by_builder = by_build.get(kind, [])
     if kind == "model" and is_shipped:
         read_by_builder = ["preset"]
     if kind == "schedule" and accepts_optimizer(target):

@@ -25,6 +25,7 @@ from trainwright.config import (
     resolve_batch,
 )
 from trainwright.config.frozen import thaw
+from trainwright.config.sections import benchmark_name
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.hooks.throughput import TimeSteps
@@ -144,6 +145,8 @@ def components_of(config: RunConfig) -> Iterator[tuple[str, str, Component]]:
     single += [(f"hooks.{number}", "hook", each) for number, each in enumerate(config.hooks)]
     single += [(f"writers.{number}", "writer", each) for number, each in enumerate(config.writers)]
     single += [(f"evaluation.metrics.{name}", "metric", each) for name, each in config.evaluation.metrics.items()]
+    benchmarks = enumerate(config.evaluation.benchmarks)
+    single += [(f"evaluation.benchmarks.{number}", "benchmark", each) for number, each in benchmarks]
     for label, kind, component in single:
         if component is not None:
             yield label, kind, component
@@ -506,6 +509,8 @@ class _Explanation:
         self._part("writers", self._labels("writer"), "build_writers")
         if self.config.evaluation.metrics:
             self._part("metrics", self._labels("metric"), None)
+        if self.config.evaluation.benchmarks:
+            self._part("benchmarks", self._labels("benchmark"), None)
         self._trainer()
 
     def _labels(self, kind: str) -> list[str]:
@@ -661,6 +666,7 @@ class _Explanation:
         data = self.config.data
         builders = self.trainer_calls("build_eval_data") or self.task_calls("build_dataset")
         sets = [*data.eval] or [name for name in data.cut_off if name != "test"]
+        sets += [benchmark_name(each) for each in self.config.evaluation.benchmarks]
         if not sets and not builders and data.test is None:
             self.lines.append(Line("phase", "evaluate", 1, remark="never: there is no evaluation set (data.eval)"))
             return

@@ -25,17 +25,17 @@ from trainwright.checkpoint.resume import pick_step
 from trainwright.checkpoint.run_folder import read_config, read_trainer, run_folder
 from trainwright.config import RunConfig
 from trainwright.config.yaml_text import absolute
-from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import HANG_EXIT_CODE, ConfigError, exit_code_of, shorten_tracebacks
 from trainwright.hooks.preemption import SignalListener
 from trainwright.launch.slurm import requeue
 from trainwright.log import outlive_console, run_log
-from trainwright.loop.evaluation import POLL_SECONDS, evaluate_checkpoints
+from trainwright.loop.evaluation import POLL_SECONDS, EvaluatedSet, evaluate_checkpoints
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer
 from trainwright.parallel import processes
 from trainwright.parallel.processes import note_failure
 from trainwright.registry.trust import reject_untrusted
+from trainwright.writers.benchmark_results import results_folder, table_lines
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,9 @@ def run_experiment(
                 problem = "data.eval: an evaluation set is required, such as eval: {valid: {type: …}}."
                 raise ConfigError(problem, where=config.origin("data.eval"))
             if mode == "eval":
-                return evaluator.model, evaluate_checkpoint(evaluator, sets, step, weights)
+                logs = evaluate_checkpoint(evaluator, sets, step, weights)
+                _log_benchmarks(evaluator)
+                return evaluator.model, logs
             return evaluator.model, evaluate_checkpoints(evaluator, sets, poll_seconds, timeout_seconds, weights)
         if weights is not None:
             raise ConfigError(
@@ -273,7 +275,7 @@ def _stop(signal_name: str) -> None:
 
 
 def evaluate_checkpoint(
-    trainer: Trainer, sets: Mapping[str, EvaluationData], step: int | str | None, weights: str | None = None
+    trainer: Trainer, sets: Mapping[str, EvaluatedSet], step: int | str | None, weights: str | None = None
 ) -> dict[str, float]:
     """Evaluates a checkpoint on every set; `step` None evaluates the current weights.
 
@@ -289,6 +291,16 @@ def evaluate_checkpoint(
         return trainer.evaluate_sets(sets) if sets else {}
 
 
+def _log_benchmarks(trainer: Trainer) -> None:
+    """Logs the results of the benchmarks of the last evaluation as a table."""
+    if not trainer.benchmark_results or not trainer.ranks.is_first:
+        return
+    folder = results_folder(trainer.folder, trainer.step, trainer.loaded_weights)
+    logger.info("Benchmarks at step %d (samples in %s):", trainer.step, folder)
+    for line in table_lines(trainer.benchmark_results):
+        logger.info("%s", line)
+
+
 def _log_end(trainer: Trainer, *, keeps_folder: bool) -> None:
     reason, step, best = trainer.stop_reason, trainer.step, trainer.best
     if trainer.interrupted and keeps_folder:
@@ -299,6 +311,7 @@ def _log_end(trainer: Trainer, *, keeps_folder: bool) -> None:
         logger.info("Stopped at step %d: %s.", step, reason)
     else:
         logger.info("Finished at step %d.", step)
+    _log_benchmarks(trainer)
     if not keeps_folder:
         return
     if best.step is not None and best.step in trainer.context.store.steps():
@@ -307,6 +320,6 @@ def _log_end(trainer: Trainer, *, keeps_folder: bool) -> None:
     folder = run_folder(trainer.config)
     logger.info("Run folder: %s", folder)
     is_in_config = not trainer.config.trainer.type.startswith("trainwright.api.") and is_found_again(trainer.config)
-    if not trainer.interrupted and trainer.eval_data and is_in_config:
+    if not trainer.interrupted and trainer.evaluated_sets and is_in_config:
         chosen = "latest" if best.step is None else "best"
         logger.info("Next: trainwright evaluate %s --step %s", folder, chosen)

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DistributedSampler
 
+from trainwright.benchmarks.benchmark import Benchmark, ConfiguredBenchmark
 from trainwright.build.data import DatasetBuilder, add_location, may_make_batches, reject_sampler
 from trainwright.checkpoint.base_weights import hash_weights, weights_of
 from trainwright.checkpoint.run_folder import run_folder
@@ -24,11 +25,12 @@ from trainwright.config import Component, DataSection, ModelSection, RunConfig, 
 from trainwright.config.builtin import IN_CODE
 from trainwright.config.problems import raise_all, suggest
 from trainwright.config.schema import check_options
+from trainwright.config.sections import benchmark_name
 from trainwright.data.collators.fields import NamedFields, reject_own_generator
 from trainwright.data.fetch import is_stream
 from trainwright.data.samplers import reject_distributed
 from trainwright.data.split import sizes_by_ratio, split
-from trainwright.errors import ConfigError, TrainwrightError
+from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.hooks.compilation import WatchCompilation
 from trainwright.hooks.preemption import ObeyPreemption
 from trainwright.hooks.throughput import TimeSteps
@@ -443,6 +445,8 @@ class Build:
                 builders[label] = partial(self._schedule, label, entry.schedule, model)
         for name in config.evaluation.metrics:
             builders[f"evaluation.metrics.{name}"] = partial(self._metric, name)
+        for number in range(len(config.evaluation.benchmarks)):
+            builders[f"evaluation.benchmarks.{number}"] = lambda number=number: self._benchmark(number, None).benchmark  # type: ignore[misc]
         for number, each in enumerate(config.hooks):
             builders[f"hooks.{number}"] = partial(self._make, "hook", f"hooks.{number}", each)
         for number, each in enumerate(config.writers):
@@ -627,6 +631,40 @@ class Build:
             if isinstance(each.metric, torch.nn.Module):
                 never_distributed(each.metric).to(device)
         return made
+
+    def benchmarks(self, model: torch.nn.Module) -> list[ConfiguredBenchmark]:
+        """The `evaluation.benchmarks` section, with the samples, which this model can be asked."""
+        if self.config.evaluation.benchmarks and self.ranks.mesh.size("pipeline") > 1:
+            raise ConfigError(
+                "evaluation.benchmarks: no rank of runtime.mesh.pipeline has the whole model, which benchmarks call. "
+                "Remove them, evaluate them after the training, or use fsdp.",
+                where=self.config.origin("evaluation.benchmarks"),
+            )
+        return [self._benchmark(number, model) for number in range(len(self.config.evaluation.benchmarks))]
+
+    def _benchmark(self, number: int, model: torch.nn.Module | None) -> ConfiguredBenchmark:
+        """Builds a benchmark, reads its samples and, given a model, checks that it can be asked them."""
+        component, label = self.config.evaluation.benchmarks[number], f"evaluation.benchmarks.{number}"
+        given = dict(component.arguments)
+        settings = {name: given.pop(name) for name in ("batch_size", "log_samples") if name in given}
+        given.pop("name", None)
+        plain = Component(component.type, **given).located_at(component.origin)
+        try:
+            benchmark = self._make("benchmark", label, plain, base=Benchmark)
+            samples = benchmark.load()
+            if not len(samples):
+                raise DataError(f"{type(benchmark).__name__}.load returned no samples.")
+            if model is not None:
+                benchmark.check(model, samples)
+        except (ConfigError, DataError) as error:
+            if error.where is not None or error.problem.startswith(label):
+                raise
+            setting = error.problem.partition(":")[0]
+            where = self.config.origin(f"{label}.{setting}" if setting in given else label) or component.origin
+            separator = "." if setting in given else ": "
+            raise type(error)(f"{label}{separator}{error.problem}", where=where) from error
+        name = benchmark_name(component)
+        return ConfiguredBenchmark(name, benchmark, samples, where=self.config.origin(label), **settings)
 
     def reject_unused(self) -> None:
         """Rejects sections that have no effect because the Trainer or Task builds the object itself."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainwright.benchmarks.benchmark import ConfiguredBenchmark
 from trainwright.config import BatchPlan, Component, ProcessSection, RunConfig
 from trainwright.data.fetch import OnError, View, is_stream, reject_loader
 from trainwright.data.loader import EvalData, MadeBatches, TrainData
@@ -18,6 +19,7 @@ from trainwright.data.samplers import SamplerOrder
 from trainwright.data.stream_loader import EvalStream, EvaluationData, StreamData, TrainingData
 from trainwright.data.workers import LoaderOptions
 from trainwright.errors import ComponentError, ConfigError, DataError
+from trainwright.loop.evaluation import EvaluatedSet
 from trainwright.loop.trainer import Trainer
 from trainwright.parallel.collectives import Ranks
 from trainwright.registry import resolve as registry
@@ -451,8 +453,8 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
     return min(steps), min(samples) if samples else None
 
 
-def describe_size(data: TrainingData | EvaluationData) -> str:
+def describe_size(data: TrainingData | EvaluatedSet) -> str:
     """Returns the number of samples as text, if it is known."""
     if isinstance(data, MadeBatches):
         return "batches made by next_train_inputs"
-    return f"{len(data):,} samples" if isinstance(data, (TrainData, EvalData)) else "a stream"
+    return f"{len(data):,} samples" if isinstance(data, (TrainData, EvalData, ConfiguredBenchmark)) else "a stream"

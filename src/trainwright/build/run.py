@@ -42,10 +42,10 @@ from trainwright.config.component import type_of
 from trainwright.data.loader import MadeBatches
 from trainwright.data.order import mix_seed
 from trainwright.data.randomness import preserve_generators, seed_generators
-from trainwright.data.stream_loader import EvaluationData
 from trainwright.errors import CheckpointError, ConfigError
 from trainwright.events import EventStorage
 from trainwright.log import run_log
+from trainwright.loop.evaluation import EvaluatedSet
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Trainer, TrainerContext
@@ -307,10 +307,10 @@ def _count_parameters(trainer: Trainer) -> int:
     return sum(trainer.ranks.gather(2 * own - shared)) * mesh.size("pipeline") // trainer.ranks.size // 2
 
 
-def sets_of(trainer: Trainer) -> dict[str, EvaluationData]:
-    """Returns the evaluation sets of a run by name, including the test set."""
+def sets_of(trainer: Trainer) -> dict[str, EvaluatedSet]:
+    """Returns the evaluation sets and benchmarks of a run by name, including the test set."""
     test = trainer.test_data
-    return dict(trainer.eval_data) if test is None else {**trainer.eval_data, test.name: test}
+    return trainer.evaluated_sets if test is None else {**trainer.evaluated_sets, test.name: test}
 
 
 def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = None) -> Trainer:
@@ -428,6 +428,7 @@ def assemble(
     test = build.test_data()
     if not evaluates:
         eval_data, test = {}, None
+    benchmarks = build.benchmarks(parallelized.model) if evaluates else []
     optimizers = _by_name(trainer_class.build_optimizers(build, parallelized.model), ranks.mesh) if for_training else {}
     heartbeat, capture = Heartbeat(), Capture()
     updater = _updater(config, parallelized, optimizers, build, batch, max_steps, heartbeat, capture)
@@ -447,6 +448,7 @@ def assemble(
         metrics=build.metrics(task, backend.device),
         loss=build.loss(backend.device),
         test_data=None if test is None else loaders.for_evaluation("test", test),
+        benchmarks={each.name: each for each in benchmarks},
         base=_base_weights(parallelized.model, build, trainer_class, folder),
         recipes=build.recipes,
         freeze_rules=build.freeze_rules(),

@@ -1,13 +1,14 @@
 """`trainwright components [KIND] [NAME]`: what a run file may name, and how to write it there.
 
-registry/catalogue.py reads the source files, without executing them.
+registry/catalogue.py reads the source files, without executing them. Recipes, packaged files that a run file extends,
+are listed like a kind of component; config/required.py reads them.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,13 @@ import typer
 from rich.console import Console
 from rich.syntax import Syntax
 
-from trainwright.commands.terminal import align_columns, show_rows
+from trainwright.commands.terminal import show_rows
 from trainwright.config import yaml_text
 from trainwright.config.builtin import KIND_FOLDERS
 from trainwright.config.problems import nearest
+from trainwright.config.required import Recipe, example_lines, packaged_recipes
 from trainwright.errors import ComponentError
+from trainwright.log import align_columns
 from trainwright.models.presets import preset_sizes
 from trainwright.registry.catalogue import Catalogue, Entry, Parameter, read_catalogue
 
@@ -34,6 +37,7 @@ SECTIONS = {
     "hook": "hooks",
     "writer": "writers",
     "metric": "evaluation.metrics.NAME",
+    "benchmark": "evaluation.benchmarks",
     "task": "task",
     "loss": "trainer.loss",
     "transform": "data.train.transform",
@@ -41,19 +45,28 @@ SECTIONS = {
 }
 """The setting of each kind of component in a run file."""
 
-_LISTS = ("hook", "writer")
+RECIPE = "recipe"
+_LISTS = ("hook", "writer", "benchmark")
 # The components that are arguments of another one, and an example of that one.
 _OUTER = {"transform": "torchvision.datasets:ImageFolder", "tokenizer": "transformers:DataCollatorWithPadding"}
 # evaluation.metrics reads these two: the output and the field of the batch that the metric gets.
 _METRIC_INPUTS = (Parameter("outputs", "'logits'", "str"), Parameter("labels", "'labels'", "str"))
+_OF_ALL_BENCHMARKS = (
+    Parameter("name", "None", "str | None"),
+    Parameter("batch_size", "8", "int"),
+    Parameter("log_samples", "100", "int"),
+)
+_READ_BY_BUILD = {"metric": _METRIC_INPUTS, "benchmark": _OF_ALL_BENCHMARKS}
 
 
 def _complete_kind(incomplete: str) -> list[str]:
-    return [kind for kind in KIND_FOLDERS if kind.startswith(incomplete)]
+    return [kind for kind in (*KIND_FOLDERS, RECIPE) if kind.startswith(incomplete)]
 
 
 def _complete_name(context: typer.Context, incomplete: str) -> list[str]:
     kind = str(context.params.get("kind"))
+    if kind in (RECIPE, f"{RECIPE}s"):
+        return [name for name in map(_short_name, packaged_recipes()) if name.startswith(incomplete)]
     entries = read_catalogue(Path.cwd(), [kind] if kind in KIND_FOLDERS else []).entries
     return [entry.type for entry in entries if entry.type.startswith(incomplete)]
 
@@ -71,46 +84,70 @@ def components(
         Path, typer.Option(help="The folder (or the run file in it) whose own components are listed too.")
     ] = Path(),
 ) -> None:
-    """List what a run file may name: built-in components, those of installed packages and those in your own folders."""
+    """List what a run file may name: built-in components, those of installed packages and your folders, and recipes."""
     folder = project.parent if project.is_file() else project
     if not folder.is_dir():
         raise ComponentError(f"--project: there is no folder {project}. Pass the folder of your run file.")
-    kind = {plural: one for one, plural in KIND_FOLDERS.items()}.get(kind or "", kind)
-    if kind is not None and kind not in KIND_FOLDERS and name is None:
+    kinds = (*KIND_FOLDERS, RECIPE)
+    kind = {**{plural: one for one, plural in KIND_FOLDERS.items()}, f"{RECIPE}s": RECIPE}.get(kind or "", kind)
+    if kind is not None and kind not in kinds and name is None:
         kind, name = None, kind  # `components cosine`: the name alone
-    if kind is not None and kind not in KIND_FOLDERS:
-        raise ComponentError(f'no kind "{kind}". {_suggest(kind, {each: each for each in KIND_FOLDERS})}{_kinds()}')
-    catalogue = read_catalogue(folder, KIND_FOLDERS if kind is None else [kind])
+    if kind is not None and kind not in kinds:
+        raise ComponentError(f'no kind "{kind}". {_suggest(kind, {each: each for each in kinds})}{_kinds()}')
+    recipes = packaged_recipes() if kind in (None, RECIPE) else ()
+    catalogue = read_catalogue(folder, [each for each in KIND_FOLDERS if kind in (None, each)])
     if name is None:
-        _show_list(catalogue)
+        _show_list(catalogue, recipes)
         return
+    named = [recipe for recipe in recipes if name in (recipe.name, _short_name(recipe))]
+    if kind == RECIPE and not named:
+        names = {each: each for each in map(_short_name, recipes)}
+        raise ComponentError(f'no recipe "{name}". {_suggest(name, names)}Known: {", ".join(names)}.')
     found = [entry for entry in catalogue.entries if _is_named(entry, name)]
-    if not found:
+    if not found and not named:
         types = {entry.type.rpartition(".")[2]: entry.type for entry in catalogue.entries}  # `Class` of `file.Class`
         types |= {entry.type: entry.type for entry in catalogue.entries}
-        kinds = {each: each for each in KIND_FOLDERS} if kind is None else {}
+        types |= {each: each for each in map(_short_name, recipes)}
+        others = {each: each for each in kinds} if kind is None else {}
         known = _kinds() if kind is None else f"Known: {', '.join(entry.type for entry in catalogue.entries)}."
         unreadable = ", ".join(one.location for one in catalogue.unreadable)
         hidden = f" It may be in a file that cannot be read: {unreadable}." if unreadable else ""
         what = "kind and no component" if kind is None else kind
-        raise ComponentError(f'no {what} "{name}". {_suggest(name, {**types, **kinds})}{known}{hidden}')
+        raise ComponentError(f'no {what} "{name}". {_suggest(name, {**types, **others})}{known}{hidden}')
     _warn(catalogue)
     for entry in found if kind is None else found[:1]:
         _show_one(entry)
+    for recipe in named:
+        _show_recipe(recipe)
 
 
-def _show_list(catalogue: Catalogue) -> None:
+def _show_list(catalogue: Catalogue, recipes: Sequence[Recipe]) -> None:
     rows = [(entry.kind, entry.type, _summary(entry), _parameters(entry)) for entry in catalogue.entries]
+    rows += [
+        (RECIPE, each.name, each.summary, ", ".join(setting.name for setting in each.required)) for each in recipes
+    ]
     if not sys.stdout.isatty():
         show_rows(("kind", "name", "what it is", "parameters"), rows)
     else:
         for kind in dict.fromkeys(row[0] for row in rows):
-            Console(highlight=False).print(f"[bold]{kind}[/bold] [dim]in {SECTIONS[kind]}[/dim]")
+            Console(highlight=False).print(f"[bold]{kind}[/bold] [dim]in {SECTIONS.get(kind, 'extends')}[/dim]")
             own = [row[1:] for row in rows if row[0] == kind]
             show_rows(("name", "what it is", "parameters"), own, wrapped=("what it is", "parameters"))
             print()
         print("One in full: trainwright components KIND NAME")
     _warn(catalogue)
+
+
+def _short_name(recipe: Recipe) -> str:
+    return recipe.name.rpartition("/")[2]
+
+
+def _show_recipe(recipe: Recipe) -> None:
+    """Prints the file of a recipe, and the run file that extends it with examples of the required settings."""
+    print(f"{RECIPE} {recipe.name}\n")
+    _print_yaml(recipe.text)
+    print("\nIn a run file, with your own values:\n")
+    _print_yaml("\n".join([f"extends: {recipe.name}", *example_lines(recipe.required)]) + "\n")
 
 
 def _summary(entry: Entry) -> str:
@@ -135,11 +172,11 @@ def _suggest(word: str, types: Mapping[str, str]) -> str:
 
 
 def _kinds() -> str:
-    return f"Kinds: {', '.join(KIND_FOLDERS)}."
+    return f"Kinds: {', '.join((*KIND_FOLDERS, RECIPE))}."
 
 
 def _all_parameters(entry: Entry) -> tuple[Parameter, ...]:
-    return (*entry.signature.parameters, *(_METRIC_INPUTS if entry.kind == "metric" else ()))
+    return (*entry.signature.parameters, *_READ_BY_BUILD.get(entry.kind, ()))
 
 
 def _parameters(entry: Entry) -> str:
@@ -176,7 +213,10 @@ def _show_one(entry: Entry) -> None:
     for short in entry.registered:
         print(f'\nIt is "{short}" too, once `imports` names its file: {entry.location.rpartition(":")[0]}.')
     print("\nIn a run file:\n")
-    text = snippet(entry)
+    _print_yaml(snippet(entry))
+
+
+def _print_yaml(text: str) -> None:
     if sys.stdout.isatty():
         Console().print(Syntax(text, "yaml", theme="ansi_dark", background_color="default"))
     else:

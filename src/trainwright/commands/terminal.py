@@ -15,6 +15,7 @@ from rich.text import Text
 
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
+from trainwright.log import align_columns
 from trainwright.safe_text import escape_controls
 
 MISSING = "–"
@@ -87,12 +88,6 @@ def show_rows(header: Sequence[str], rows: Iterable[Sequence[str]], *, wrapped: 
     for row in listed:
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns each row as a line with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def size_text(num_bytes: float) -> str:

@@ -102,6 +102,10 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
         "bleu": "trainwright.loop.named_metrics:BLEU",
         "rouge": "trainwright.loop.named_metrics:ROUGE",
     },
+    "benchmark": {
+        "multiple_choice": "trainwright.benchmarks.multiple_choice:MultipleChoice",
+        "generate": "trainwright.benchmarks.generate:Generate",
+    },
     "loss": {
         "cross_entropy": "torch.nn.modules.loss:CrossEntropyLoss",
         "bce_with_logits": "torch.nn.modules.loss:BCEWithLogitsLoss",

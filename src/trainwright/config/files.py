@@ -17,8 +17,9 @@ from typing import Any
 
 from trainwright.config import signature, yaml_text
 from trainwright.config.groups import Group, GroupReader, packaged_folder
-from trainwright.config.problems import describe, suggest
+from trainwright.config.problems import describe, did_you_mean, suggest
 from trainwright.config.python_files import read_python
+from trainwright.config.required import located_at
 from trainwright.config.yaml_text import Node, Origin, absolute, map_strings, merge
 from trainwright.errors import ConfigError, TrustError
 from trainwright.tracebacks import shown_path
@@ -78,8 +79,12 @@ def resolve_document(
     for entry in _extended(settings):
         path, is_packaged = _find_extended(entry, folder)
         trust_base = True if is_packaged else False if untrusted_file is not None else trust
-        base = _read(path, chain, extended_at=entry.origin, trust=trust_base)
-        merged, found = merge(merged, _relative_to(project_dir, base)), found or base.untrusted_file
+        shown = _shown_packaged(path) if is_packaged else None
+        base = _read(path, chain, shown=shown, extended_at=entry.origin, trust=trust_base)
+        extended = _relative_to(project_dir, base)
+        if entry.origin is not None:
+            extended = located_at(extended, entry.origin._replace(given_as=f"extends: {entry.value}"))
+        merged, found = merge(merged, extended), found or base.untrusted_file
         used = [*base.groups, *used]
     return ConfigDocument(merge(merged, own), project_dir, found, tuple(used))
 
@@ -178,6 +183,9 @@ def _text_of(path: Path, shown: str) -> str:
         kind = "*.py" if path.suffix == ".py" else "*.y*ml"
         siblings = sorted(file.name for file in folder.glob(kind)) if folder.is_dir() else []
         hint = suggest(path.name, siblings) if siblings else "Check the path; it is relative to the current folder."
+        name = path.as_posix().removesuffix(".yaml")
+        if f"{name}.yaml" in _packaged_files():
+            hint = f"It is a packaged config: write a run file with `extends: {name}` and your own settings."
         raise ConfigError(f"there is no such file. {hint}", where=Origin(shown, 1)) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
@@ -213,10 +221,10 @@ def _find_extended(entry: Node, folder: Path) -> tuple[Path, bool]:
         raise ConfigError(problem, where=entry.origin)
     if found:
         return packaged[found[0]], True
-    names = [Path(path).stem for path in packaged]
-    in_folder = sorted(file.name for file in folder.glob("*.yaml"))
-    problem = f'extends: no file "{name}" in {shown_path(folder)}, and no packaged config of that name.'
-    raise ConfigError(f"{problem} {suggest(name, [*names, *in_folder])}", where=entry.origin)
+    known = [*(path.removesuffix(".yaml") for path in packaged), *sorted(file.name for file in folder.glob("*.yaml"))]
+    near = did_you_mean(name, [*known, *(Path(path).stem for path in packaged)])
+    problem = f'extends: no file "{name}" in {shown_path(folder)}, and no packaged config of that name.{near}'
+    raise ConfigError(f"{problem} Known: {', '.join(known)}.", where=entry.origin)
 
 
 def _packaged_files() -> dict[str, Path]:
@@ -224,6 +232,14 @@ def _packaged_files() -> dict[str, Path]:
     folder = packaged_folder()
     paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
     return {path: folder / path for path in paths if not path.startswith("sharding/")}
+
+
+def _shown_packaged(path: Path) -> str:
+    """Return the name of a packaged file in messages: without the folder of the installation."""
+    folder = packaged_folder()
+    return (
+        f"trainwright/{folder.name}/{path.relative_to(folder).as_posix()}" if path.is_relative_to(folder) else str(path)
+    )
 
 
 def _relative_to(project_dir: Path, base: ConfigDocument) -> Node:

@@ -32,6 +32,7 @@ KINDS: Mapping[str, str] = {
     "hooks": "hook",
     "writers": "writer",
     "metrics": "metric",
+    "benchmarks": "benchmark",
 }
 """The kind of component at a key; other keys are named like the kind."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from trainwright.config.problems import describe, dotted, suggest
-from trainwright.config.yaml_text import MAX_DEPTH, TOO_DEEP, KeyPath, Node, map_strings
+from trainwright.config.yaml_text import MAX_DEPTH, TOO_DEEP, KeyPath, Node, expand_shorthand, map_strings
 from trainwright.errors import ConfigError, TrustError
 
 _MARK = re.compile(r"\$\$\{|\$\{(?P<inner>[^{}]*)\}|\$\{")
@@ -159,7 +159,9 @@ class _Resolver:
         found: Node = self._settings
         done: KeyPath = ()
         for key in name.split("."):
+            written_at = done
             found, done = self._follow(found, done)
+            found = expand_shorthand(found, written_at)
             below = _below(found, key) or self._default((*done, key))
             if below is None:
                 self._reject(node, path, f"${{{name}}}: {self._unknown(found, done, key)}")

@@ -29,7 +29,9 @@ from trainwright.config.interpolation import escape_plain, interpolate
 from trainwright.config.overrides import apply_overrides, parse_mapping, reject_removals, replace_at
 from trainwright.config.problems import Problem, describe, explain, nearest, raise_all, reject, suggest
 from trainwright.config.python_files import as_settings, as_yaml_value
+from trainwright.config.required import reject_missing
 from trainwright.config.sections import (
+    BENCHMARK_NAME,
     BUILT_IN_TRAINERS,
     OPTIONS_ELSEWHERE,
     TRAINER_KEYS_ELSEWHERE,
@@ -46,6 +48,7 @@ from trainwright.config.sections import (
     TrainerSection,
     WatchdogSection,
     Whole,
+    benchmark_name,
     empty_section,
 )
 from trainwright.config.trainer_options import TRAINER_OPTIONS
@@ -108,7 +111,7 @@ class RunConfig(Section):
     trainer: Annotated[TrainerSection, BeforeValidator(empty_section)] = Field(default_factory=TrainerSection)
     """How the model is updated."""
     evaluation: Annotated[EvaluationSection, BeforeValidator(empty_section)] = Field(default_factory=EvaluationSection)
-    """When the evaluation sets are evaluated, and with which metrics."""
+    """When the evaluation sets and the benchmarks are evaluated, and with which metrics."""
     checkpoint: Annotated[CheckpointSection, BeforeValidator(empty_section)] = Field(default_factory=CheckpointSection)
     """When checkpoints are written and which are kept."""
     hooks: Components = ()
@@ -237,6 +240,7 @@ class RunConfig(Section):
         groups = group_reader(document.project_dir)
         tree = apply_overrides(merge(to_tree(defaults, {}), document.settings), overrides, groups.expand)
         reject_removals(tree)
+        reject_missing(tree)
         tree = interpolate(tree, to_tree(cls().to_dict(), {}), untrusted_file=document.untrusted_file)
         _reject_unknown_groups(tree, document.project_dir)
         return cls._validate(replace(document, settings=tree, groups=(*document.groups, *groups.used)))
@@ -254,6 +258,7 @@ class RunConfig(Section):
             problems += explain(error, cls)
         else:
             problems += [*_check_keep_best(config), *_check_requeue(config), *_check_sampler(config)]
+            problems += _check_benchmarks(config)
         raise_all(problems, lambda path: nearest_origin(origins, path))
         located = _locate(config, (), lambda path: nearest_origin(origins, path))
         located._origins = origins
@@ -319,6 +324,7 @@ def _check_keep_best(config: RunConfig) -> list[Problem]:
     data = config.data
     sets = list(data.eval) or [name for name in data.cut_off if name != "test"]
     example = f"{sets[0] if sets else 'valid'}/loss"
+    sets += [benchmark_name(each) for each in config.evaluation.benchmarks]
     if not slash or not set_name or not metric:
         got = describe(config.checkpoint.keep_best.metric)
         return [Problem(path, f"must be a set and its metric, such as {example}; got {got}.")]
@@ -330,6 +336,25 @@ def _check_keep_best(config: RunConfig) -> list[Problem]:
         return []
     advice = suggest(set_name, sets) if sets else "Add it to data.eval, or set data.split."
     return [Problem(path, f'there is no evaluation set "{set_name}". {advice}')]
+
+
+def _check_benchmarks(config: RunConfig) -> list[Problem]:
+    problems = []
+    taken = {*config.data.eval, *config.data.cut_off, "test"}
+    for number, each in enumerate(config.evaluation.benchmarks):
+        path, name = ("evaluation", "benchmarks", number), benchmark_name(each)
+        if not BENCHMARK_NAME.fullmatch(name):
+            text = f'"{name}" is not a name of letters, digits, dots, dashes and underscores. Set name.'
+            problems.append(Problem(path, text))
+        elif name in taken:
+            problems.append(Problem(path, f'there is another set or benchmark "{name}". Set another name.'))
+        taken.add(name)
+        for key, least in (("batch_size", 1), ("log_samples", 0)):
+            value = each.arguments.get(key, least)
+            if type(value) is not int or value < least:
+                text = f"must be a whole number of at least {least}, got {describe(value)}."
+                problems.append(Problem((*path, key), text))
+    return problems
 
 
 def _check_sampler(config: RunConfig) -> list[Problem]:

@@ -399,8 +399,24 @@ class TrainerSection(Section):
         return self
 
 
+BENCHMARK_SETTINGS = ("name", "batch_size", "log_samples")
+"""The keys of an entry of evaluation.benchmarks that every benchmark has; the others are its constructor's."""
+
+BENCHMARK_NAME = re.compile(r"[A-Za-z][\w.-]*")
+
+
+def benchmark_name(component: Component) -> str:
+    """Return the name of a benchmark: its `name`, or the name of its file, or of its class."""
+    given, path = component.arguments.get("name"), component.arguments.get("path")
+    if given is not None:
+        return str(given)
+    if isinstance(path, str):
+        return path.rpartition("/")[2].partition(".")[0]
+    return re.split(r"[:.]", component.type)[-1]
+
+
 class EvaluationSection(Section):
-    """When the evaluation sets are evaluated, and with which metrics."""
+    """When the evaluation sets and the benchmarks are evaluated, and with which metrics."""
 
     every_steps: Count | None = None
     """Steps between evaluations; None: not by steps. The last step is always evaluated."""
@@ -411,7 +427,10 @@ class EvaluationSection(Section):
     batch_size: Count | None = None
     """Samples per forward over all ranks; None: as in training."""
     max_batches: Count | None = None
-    """Batches per set; None: the whole set."""
+    """Batches per set and per benchmark; None: all of it."""
+    benchmarks: Components = ()
+    """Benchmarks of language models. Besides the constructor's arguments each has name (default: that of its file),
+    batch_size (samples per forward, 8) and log_samples (how many the file of results has, 100)."""
 
 
 class KeepBest(Section):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -319,8 +319,58 @@ def render_prompt(
     chat_template: str | None = None,
 ) -> list[int]:
     """Returns the tokens of a conversation and of the beginning of the assistant's next turn, to generate it."""
-    text, _ = _Template.of(tokenizer, tools, chat_template).render(messages, add_generation_prompt=True)
+    text = render_prompt_text(messages, tokenizer, tools=tools, chat_template=chat_template)
     return tokenizer.encode_with_spans(text)[0]
+
+
+def render_prompt_text(
+    messages: Sequence[Message],
+    tokenizer: TextTokenizer,
+    *,
+    tools: Sequence[dict[str, Any]] | None = None,
+    chat_template: str | None = None,
+) -> str:
+    """Returns the text of which `render_prompt` returns the tokens."""
+    return _Template.of(tokenizer, tools, chat_template).render(messages, add_generation_prompt=True)[0]
+
+
+PROBE = "X"
+"""The assistant's turn of the conversation that shows how a template ends one."""
+
+
+def find_turn_end(
+    asked: Sequence[int], whole: Sequence[int], *, special_ids: Collection[int], decode: Callable[[list[int]], str]
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Returns the tokens and the texts that end a turn of the assistant, from two conversations.
+
+    `asked` is the prompt for a turn, and `whole` the same conversation with `PROBE` as the turn. The end is what the
+    template writes after it: the first special token or, without one, the text.
+    """
+    # The prompt may have more than the finished turn, such as the beginning of a thought.
+    turn = list(whole[common_length(asked, whole) :])
+    stop = next((token for token in turn if token in special_ids), None)
+    if stop is not None:
+        return frozenset({stop}), ()
+    ending = str(decode(turn)).rpartition(PROBE)[2].strip()
+    return frozenset(), (ending,) if ending else ()
+
+
+def turn_end(tokenizer: TextTokenizer, chat_template: str | None = None) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Returns the tokens and the texts that end a turn of the assistant in a tokenizer's chats."""
+    question = {"role": "user", "content": PROBE}
+    asked = render_prompt([question], tokenizer, chat_template=chat_template)
+    turns = [question, {"role": "assistant", "content": PROBE}]
+    try:
+        whole = render_chat(turns, tokenizer, train_on="all", chat_template=chat_template).ids
+    except DataError:  # such as a template that only renders prompts: the tokenizer's end token is left
+        return frozenset(), ()
+    return find_turn_end(asked, whole, special_ids=tokenizer.special_ids, decode=tokenizer.decode)
+
+
+def common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Returns the length of the longest common prefix."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(left), len(right)))
 
 
 @dataclass(frozen=True)

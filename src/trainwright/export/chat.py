@@ -10,14 +10,11 @@ from typing import Any
 from torch import nn
 
 from trainwright.checkpoint.run_folder import find_run, read_config
-from trainwright.data.chat import CHATML, Message, render_chat, render_prompt
+from trainwright.data.chat import CHATML, PROBE, Message, find_turn_end, render_chat, render_prompt
 from trainwright.data.tokenizer import TextTokenizer
 from trainwright.errors import ConfigError, DataError
 from trainwright.export.text import Continuation
 from trainwright.models.pretrained import CONFIG_FILE
-
-_PROBE = "X"
-"""The assistant's turn of the conversation that shows how a template ends one."""
 
 
 @dataclass(frozen=True)
@@ -57,24 +54,14 @@ def chat_format(tokenizer: Any, template: str | None = None) -> ChatFormat:
     the text.
     """
     renderer = _renderer(tokenizer)
-    question = {"role": "user", "content": _PROBE}
+    question = {"role": "user", "content": PROBE}
     asked = _prompt(renderer, [question], template)
     try:
-        whole = _conversation(renderer, [question, {"role": "assistant", "content": _PROBE}], template)
+        whole = _conversation(renderer, [question, {"role": "assistant", "content": PROBE}], template)
     except DataError:  # such as a template that only renders prompts: the tokenizer's end token is left
         return ChatFormat(tokenizer, renderer, template, frozenset(), ())
-    # The prompt may have more than the finished turn, such as the beginning of a thought.
-    num_shared = next(
-        (n for n, (one, other) in enumerate(zip(asked, whole, strict=False)) if one != other),
-        min(len(asked), len(whole)),
-    )
-    special = _special_ids(renderer)
-    turn = whole[num_shared:]
-    stop = next((token for token in turn if token in special), None)
-    if stop is not None:
-        return ChatFormat(tokenizer, renderer, template, frozenset({stop}), ())
-    ending = str(tokenizer.decode(turn)).rpartition(_PROBE)[2].strip()
-    return ChatFormat(tokenizer, renderer, template, frozenset(), (ending,) if ending else ())
+    stop_ids, stop_texts = find_turn_end(asked, whole, special_ids=_special_ids(renderer), decode=tokenizer.decode)
+    return ChatFormat(tokenizer, renderer, template, stop_ids, stop_texts)
 
 
 def find_chat_template(run_or_folder: Path, *, trust: bool = False) -> str | None:

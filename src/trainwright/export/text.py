@@ -20,8 +20,14 @@ from trainwright.data.tokenizer import USUAL_NAMES, TextTokenizer, load_tokenize
 from trainwright.errors import CheckpointError, ConfigError, DataError
 from trainwright.export.huggingface import TOKENIZER_FILES, find_tokenizer
 from trainwright.export.load import load_checkpoint
-from trainwright.models.generation import generate, reject_non_decoder, room_after, sample_completions
-from trainwright.models.model import AutoModel, Model
+from trainwright.models.generation import (
+    generate,
+    reject_non_decoder,
+    room_after,
+    sample_completions,
+    vocabulary_size,
+)
+from trainwright.models.model import AutoModel
 from trainwright.models.pretrained import CONFIG_FILE
 
 DEFAULT_MAX_NEW_TOKENS = 200
@@ -306,11 +312,8 @@ def num_tokens_of(tokenizer: Any) -> int | None:
 
 def _reject_foreign_tokens(model: nn.Module, tokens: list[int]) -> None:
     """Rejects a prompt with tokens that the model has no embedding for."""
-    if isinstance(model, Model):
-        size = model.settings.get("vocab_size")
-    else:
-        size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if isinstance(size, int) and max(tokens) >= size:
+    size = vocabulary_size(model)
+    if size is not None and max(tokens) >= size:
         raise DataError(
             f"The prompt has the token {max(tokens)}, but the model has {size} tokens (0 … {size - 1}). Set the "
             "tokenizer that it was trained with: --tokenizer."

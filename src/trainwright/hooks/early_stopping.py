@@ -33,7 +33,7 @@ class EarlyStopping(Hook):
 
     def before_train(self) -> None:
         """Stops at once if the run was stopped before."""
-        if self.trainer.eval_data:  # without any set the run does not evaluate
+        if self.trainer.evaluated_sets:  # without any set the run does not evaluate
             names, label = self.trainer.metric_names, "early_stopping.metric"
             names.check(self.metric, label=label, mode=self.mode, where=self._where)
         self._stop_if_due()

@@ -1,4 +1,4 @@
-"""Evaluates named sets: each sample counts once for any number of ranks.
+"""Evaluates named sets and benchmarks: each sample counts once for any number of ranks.
 
 Sums stay on the device until a pass is over, so memory does not grow with the set. `evaluate_checkpoints` evaluates
 the checkpoints of a training that runs elsewhere.
@@ -7,17 +7,17 @@ the checkpoints of a training that runs elsewhere.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from trainwright.backends.host_memory import GarbageCollection
+from trainwright.benchmarks.benchmark import ConfiguredBenchmark
 from trainwright.checkpoint.base_weights import bit_checksums
 from trainwright.checkpoint.contents import generator_state, load_averaged, restore_generators
 from trainwright.checkpoint.manifest import read_manifest
@@ -30,6 +30,8 @@ from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.events import EventStorage, Mean
 from trainwright.events.mean import detached_copy, is_sharded, merge, summarise
 from trainwright.events.storage import full_logs, full_values
+from trainwright.loop.agreement import Agreement, describe_failure, raise_failure, together
+from trainwright.loop.benchmarking import BenchmarkPass
 from trainwright.loop.hook import HookCalls
 from trainwright.loop.metrics import (
     ConfiguredMetric,
@@ -46,27 +48,17 @@ from trainwright.parallel.mesh import local
 from trainwright.parallel.replicate import copy_from_first
 from trainwright.safe_text import json_text
 from trainwright.user_code.locations import location_of
+from trainwright.writers.benchmark_results import BenchmarkResult, results_folder, write_results
 
 if TYPE_CHECKING:
     from trainwright.loop.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _EVAL_STREAM = 0xE7A1  # separates the randomness of evaluations from that of steps
 
-AGREEMENT_SECONDS = 10.0
-"""How long a rank that failed in a forward of a sharded model waits to learn that all others have failed too."""
-_POLL_SECONDS = 0.05
-
-
-class EvaluationAbandoned(Exception):  # noqa: N818 # not an error: the resumed run evaluates again
-    """The run was interrupted during an evaluation."""
-
-
-class _FailedElsewhere(Exception):  # noqa: N818 # another rank has the error
-    """Another rank has failed; which one and why is raised at the next collective call."""
+EvaluatedSet: TypeAlias = "EvaluationData | ConfiguredBenchmark"
+"""What an evaluation can evaluate under a name."""
 
 
 class EvalLogs(dict[str, Any]):
@@ -166,16 +158,18 @@ class Evaluator:
         """The set that is being evaluated."""
         self.averages: dict[str, float] = {}
         """The means of the current set over all ranks, for `eval_end`."""
+        self.benchmark_results: list[BenchmarkResult] = []
+        """The results of the benchmarks of the last evaluation."""
 
     def evaluate(
         self,
-        sets: Mapping[str, EvaluationData],
+        sets: Mapping[str, EvaluatedSet],
         hooks: HookCalls,
         *,
         averaged: Mapping[str, torch.Tensor],
         can_be_abandoned: bool = False,
     ) -> dict[str, float]:
-        """Evaluates several sets and returns their logs, each prefixed with its set's name, the same on every rank.
+        """Evaluates several sets and benchmarks and returns their logs, each prefixed with its name, on every rank.
 
         `averaged` are weights to use instead of the model's. Training is not disturbed: the weights, the modes of
         modules and the generators are restored. With `can_be_abandoned` an interruption raises EvaluationAbandoned at
@@ -187,20 +181,29 @@ class Evaluator:
             return self._evaluate(sets, hooks, can_be_abandoned=can_be_abandoned)
 
     def _evaluate(
-        self, sets: Mapping[str, EvaluationData], hooks: HookCalls, *, can_be_abandoned: bool
+        self, sets: Mapping[str, EvaluatedSet], hooks: HookCalls, *, can_be_abandoned: bool
     ) -> dict[str, float]:
         trainer, ranks = self._trainer, self._ranks
         logs: dict[str, float] = {}
+        if any(isinstance(each, ConfiguredBenchmark) for each in sets.values()):
+            self.benchmark_results = []
         training = [module for module in trainer.model.modules() if module.training]
         generators = generator_state()
         try:
-            _together(ranks, lambda: _call_before_eval(hooks, trainer.model))
+            together(ranks, lambda: _call_before_eval(hooks, trainer.model))
             copy_from_first(trainer.model.buffers(), ranks)  # running means differ between ranks until now
             trainer.model.eval()
             for name, data in sets.items():
                 trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, *ranks.mesh.draws))
-                values = self._evaluate_set(data, can_be_abandoned=can_be_abandoned)
+                if isinstance(data, ConfiguredBenchmark):
+                    values = self._run_benchmark(data, can_be_abandoned=can_be_abandoned)
+                else:
+                    values = self._evaluate_set(data, can_be_abandoned=can_be_abandoned)
                 logs.update({f"{name}/{key}": value for key, value in values.items()})
+            if any(isinstance(each, ConfiguredBenchmark) for each in sets.values()):
+                folder = results_folder(trainer.folder, trainer.state.step, trainer.loaded_weights)
+                results = self.benchmark_results if ranks.is_first else []
+                together(ranks, lambda: write_results(folder, results) if results else None)
             # A user's own metric may differ between ranks; decisions based on it (best, stop) must not.
             logs = ranks.broadcast(logs)
         except Exception:
@@ -216,7 +219,7 @@ class Evaluator:
         # All of them even if one raises: the step is saved then.
         errors = hooks.call_all("after_eval", logs)
         failure = errors[0] if errors else None
-        _raise_failure(failure, ranks.gather(_describe(failure)))
+        raise_failure(failure, ranks.gather(describe_failure(failure)))
         return logs
 
     @torch.no_grad()
@@ -239,17 +242,17 @@ class Evaluator:
             try:
                 # eval_end is outside: what it keeps, such as the best value so far, is not undone.
                 with ExitStack() as preserved:
-                    _together(ranks, lambda: one_pass.begin(preserved))
+                    together(ranks, lambda: one_pass.begin(preserved))
                     one_pass.run(iterator, data)
             except Exception as error:
-                if one_pass.failed_in_forward and not one_pass.have_all_failed():
+                if one_pass.failed_in_forward and not one_pass.agreement.have_all_failed():
                     ranks.go_alone()  # the others wait in a forward for this rank's shard of the model
                     raise
                 failure = error
             # Ranks agree on each batch of a stream: one that leaves early says so there, before the next collective.
             iterator.close()
             # Before any other collective: if one rank failed, all must leave here.
-            _raise_failure(failure, ranks.gather(_describe(failure)))
+            raise_failure(failure, ranks.gather(describe_failure(failure)))
             if ranks.mesh.is_split:
                 puts.gather_shards(ranks.gather)
             put = summarise(merge(ranks.gather(puts.take_window())))
@@ -257,10 +260,52 @@ class Evaluator:
         averages = one_pass.averages.over_ranks(ranks)
         computed = _compute(self._metrics, ranks, has_samples=one_pass.num_updates > 0)
         self.averages = {**put, **averages, **computed}
-        logs = _together(ranks, lambda: _logs_of_set(trainer, one_pass.state))
+        logs = together(ranks, lambda: _logs_of_set(trainer, one_pass.state))
         if ranks.mesh.is_split:
             logs = full_logs(logs, ranks.gather)
-        return _together(ranks, lambda: _numbers(logs, trainer))
+        return together(ranks, lambda: _numbers(logs, trainer))
+
+    def _run_benchmark(self, configured: ConfiguredBenchmark, *, can_be_abandoned: bool) -> dict[str, float]:
+        """Runs one benchmark and returns its values, unprefixed."""
+        trainer, ranks = self._trainer, self._ranks
+        self.set_name = configured.name
+        agreement = Agreement(ranks, self._stop_signal if can_be_abandoned else None)
+        one_pass = BenchmarkPass(configured, ranks, agreement)
+
+        @contextmanager
+        def around_batch() -> Iterator[None]:
+            keeps_casts = trainer.context.updater.sync is None
+            precision = trainer.config.runtime.precision
+            # Batches have many shapes, for each of which a compiled region would be compiled again.
+            with (
+                trainer.gather_mixed,
+                trainer.backend.autocast(precision, keeps_casts=keeps_casts),
+                torch.compiler.set_stance("force_eager"),
+            ):
+                yield
+
+        def before_batch() -> None:
+            trainer.heartbeat.enter("evaluate", trainer.state.step)
+            self._garbage.tidy(is_due=False)
+
+        failure: Exception | None = None
+        try:
+            with EventStorage(keeps_media=False):  # what the model puts is not of a training step
+                one_pass.run(
+                    trainer.model,
+                    max_batches=trainer.config.evaluation.max_batches,
+                    around_batch=around_batch,
+                    before_batch=before_batch,
+                )
+        except Exception as error:
+            if one_pass.failed_in_batch and not agreement.have_all_failed():
+                ranks.go_alone()  # the others wait in a forward for this rank's shard of the model
+                raise
+            failure = error
+        raise_failure(failure, ranks.gather(describe_failure(failure)))
+        result = one_pass.gather()
+        self.benchmark_results.append(result)
+        return {name: each.value for name, each in result.values.items()}
 
 
 class _CountedBatches(Iterator[Any]):
@@ -295,11 +340,10 @@ class _Pass:
         """True if this rank failed in a forward that needs every rank's shard of the model."""
         self._trainer = trainer
         self._metrics = metrics
-        self._stop_signal = stop_signal
+        self.agreement = Agreement(trainer.ranks, stop_signal)
         self._garbage = garbage
         self._aggregates = overrides(trainer.task, "aggregate_logs", Task)
         self._is_split = trainer.ranks.mesh.is_split
-        self._flag = f"failed-forward/{trainer.ranks.broadcast(secrets.token_hex(8))}" if self._is_split else ""
         self._late: Exception | None = None
         """What failed after a forward of a sharded model; the other ranks learn of it before the next one."""
 
@@ -345,31 +389,13 @@ class _Pass:
             failure = failure or error
             if batches.num_requested == requested:
                 next(batches, None)  # ranks agree on each batch of a stream, so a rank that failed takes part
-        self._agree_to_continue(failure, has_ended=has_ended)
+        self.agreement.to_continue(failure, has_ended=has_ended)
         if has_ended:
             return None
         trainer.set_batch(batch, data.batch_num_samples)
         trainer.heartbeat.enter("evaluate", trainer.state.step)
         self._garbage.tidy(is_due=False)  # batches of an evaluation may leave cycles as steps do
         return self._step(batch, passthrough, data.batch_num_samples)
-
-    def _agree_to_continue(self, failure: Exception | None, *, has_ended: bool) -> None:
-        """Raises a failure of any rank, or EvaluationAbandoned after a request to leave.
-
-        Ranks that share a model run every forward together or not at all.
-        """
-        trainer = self._trainer
-        signal = None if has_ended else self._stop_signal
-        leaves = int(signal is not None and signal.must_leave_now())
-        num_failed = int(failure is not None)
-        if self._is_split:
-            leaves, num_failed = trainer.ranks.sum_counts(leaves, num_failed)
-        if failure is not None:
-            raise failure
-        if num_failed:
-            raise _FailedElsewhere
-        if leaves:
-            raise EvaluationAbandoned
 
     def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
         try:
@@ -402,67 +428,17 @@ class _Pass:
                     metric.update(getattr(logs, "outputs", None) or logs, batch, values)
         return values
 
-    def have_all_failed(self) -> bool:
-        """Announces that this rank failed in a forward; returns True if all ranks did: then collectives still work.
-
-        Otherwise the others wait in a collective of that forward until this rank is gone.
-        """
-        ranks = self._trainer.ranks
-        is_over, all_flags = f"{self._flag}/over", [f"{self._flag}/{rank}" for rank in range(ranks.size)]
-        until = time.monotonic() + AGREEMENT_SECONDS
-        try:
-            ranks.raise_flag(f"{self._flag}/{ranks.rank}")
-            while not ranks.is_raised(is_over):
-                if ranks.is_raised(*all_flags):
-                    return True
-                if time.monotonic() > until:
-                    ranks.raise_flag(is_over)
-                time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # torch's network errors: the process with the store is gone
-            return False
-        return False
-
-
-def _together(ranks: Ranks, call: Callable[[], T]) -> T:
-    """Calls a function that may fail on some rank; then all ranks raise, instead of waiting for each other."""
-    failure: Exception | None = None
-    try:
-        result = call()
-    except Exception as error:
-        failure = error
-    _raise_failure(failure, ranks.gather(_describe(failure)))
-    return result
-
-
-def _describe(failure: Exception | None) -> str | None:
-    return None if failure is None or isinstance(failure, _FailedElsewhere) else repr(failure)
-
-
-def _raise_failure(own: Exception | None, failures: list[str | None]) -> None:
-    """Raises on every rank if any failed: the error itself on that rank, its text on the others.
-
-    Interrupted ranks leave at different batches; the others follow here.
-    """
-    abandoned = repr(EvaluationAbandoned())
-    if own is not None and not isinstance(own, EvaluationAbandoned | _FailedElsewhere):
-        raise own
-    for rank, failure in enumerate(failures):
-        if failure not in (None, abandoned):
-            raise TrainwrightError(f"The evaluation failed on rank {rank}: {failure}")
-    if abandoned in failures:
-        raise EvaluationAbandoned
-
 
 def _gather_outputs(
     values: Mapping[str, Any], num_samples: int, failure: Exception | None, ranks: Ranks
 ) -> dict[str, Any]:
     """Gathers the values of a batch on every host: per-sample ones in sample order, scalars averaged."""
     if ranks.mesh.is_split:
-        _raise_failure(failure, ranks.gather(_describe(failure)))
+        raise_failure(failure, ranks.gather(describe_failure(failure)))
         values = full_logs(values, ranks.gather)
     own = {name: _to_host(value) for name, value in values.items()} if num_samples else {}
-    all_ranks = ranks.gather((num_samples * ranks.mesh.is_loss_rank, own, _describe(failure)))
-    _raise_failure(failure, [text for _, _, text in all_ranks])
+    all_ranks = ranks.gather((num_samples * ranks.mesh.is_loss_rank, own, describe_failure(failure)))
+    raise_failure(failure, [text for _, _, text in all_ranks])
     shares = [(count, share) for count, share, _ in all_ranks if count]
     gathered: dict[str, Any] = {}
     for name in dict.fromkeys(name for _, share in shares for name in share):
@@ -494,7 +470,7 @@ def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks, *, has_samples: 
     merged = [metric for metric in metrics if has_mergeable_state(metric.metric)]
     computing, num_ranks = ranks.rank, ranks.mesh.num_data_ranks
     if merged and num_ranks > 1:
-        own = _together(ranks, lambda: _own_states(merged) if is_counted and has_samples else None)
+        own = together(ranks, lambda: _own_states(merged) if is_counted and has_samples else None)
         shares = ranks.gather_samples((ranks.rank, own))
         seen = [(rank, states) for rank, states in shares if states is not None]
         # One rank computes: sorting the scores of a large set takes seconds. It has seen samples itself, so that it
@@ -504,7 +480,7 @@ def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks, *, has_samples: 
             for metric in merged:
                 merge_states(metric.metric, [states[metric.name] for _, states in seen])
     read = [each for each in metrics if each not in merged or computing == ranks.rank]
-    results, means = _together(
+    results, means = together(
         ranks, lambda: _read_metrics(read, num_ranks, has_samples) if is_counted else ({}, Averages())
     )
     results = {name: value for each in reversed(ranks.gather_samples(results)) for name, value in each.items()}
@@ -610,7 +586,7 @@ _POLLS_PER_READ = 6  # its newest checkpoint tells whether an idle training was 
 
 def evaluate_checkpoints(
     trainer: Trainer,
-    sets: Mapping[str, EvaluationData],
+    sets: Mapping[str, EvaluatedSet],
     poll_seconds: float,
     timeout_seconds: float | None,
     weights: str | None = None,

@@ -216,6 +216,8 @@ class MetricNames:
     """False if user code (eval_step, eval_end, a forward, …) may add further names."""
     modes: Mapping[str, str] = field(default_factory=dict)
     """max or min, for the metrics of which it is known whether higher or lower values are better."""
+    benchmarks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The values of each benchmark, with max or min."""
 
     def check(self, metric: str, *, label: str, mode: str | None = None, where: object | None = None) -> None:
         """Raises for a name such as valid/loss that no evaluation gives; the setting `label` has it.
@@ -224,6 +226,9 @@ class MetricNames:
         max) is known to be wrong for the metric.
         """
         name, slash, value = metric.partition("/")
+        if name in self.benchmarks and slash:
+            self._check_benchmark(metric, label=label, mode=mode, where=where)
+            return
         example = f"{self.sets[0] if self.sets else 'valid'}/loss"
         if not slash or not value:
             advice = suggest(metric, self.sets) if self.sets else ""
@@ -231,17 +236,11 @@ class MetricNames:
                 f"{label}: {metric!r} must be a set and its metric, such as {example}. {advice}".rstrip(), where=where
             )
         if name not in self.sets:
-            problem = f"there is no evaluation set {name!r}. {suggest(name, self.sets)}"
+            problem = f"there is no evaluation set {name!r}. {suggest(name, (*self.sets, *self.benchmarks))}"
             raise ConfigError(f"{label}: {problem} Use a set and its metric, such as {example}.", where=where)
         found = next((each for each in self.metrics if value == each or value.startswith(f"{each}/")), None)
         if found is not None and mode is not None and self.modes.get(found, mode) != mode:
-            better = "higher" if mode == "min" else "lower"
-            setting = label.rpartition(".")[0]
-            raise ConfigError(
-                f"{setting}.mode: is {mode}, but {better} values of {metric} are better. Set {setting}.mode: "
-                f"{self.modes[found]}.",
-                where=where,
-            )
+            raise _wrong_mode(metric, label=label, mode=mode, where=where)
         if found is not None:
             return
         if self.are_all:
@@ -258,6 +257,25 @@ class MetricNames:
                 name,
                 near,
             )
+
+    def _check_benchmark(self, metric: str, *, label: str, mode: str | None, where: object | None) -> None:
+        """Raises for a value that a benchmark does not give, or a wrong mode for one that it gives."""
+        name, _, value = metric.partition("/")
+        modes = self.benchmarks[name]
+        if value not in modes:
+            advice = suggest(metric, [f"{name}/{each}" for each in modes], cutoff=_MISSPELLING)
+            raise ConfigError(f"{label}: the benchmark {name} gives no {value!r}. {advice}", where=where)
+        if mode is not None and modes[value] != mode:
+            raise _wrong_mode(metric, label=label, mode=mode, where=where)
+
+
+def _wrong_mode(metric: str, *, label: str, mode: str, where: object | None) -> ConfigError:
+    better, right = ("higher", "max") if mode == "min" else ("lower", "min")
+    setting = label.rpartition(".")[0]
+    return ConfigError(
+        f"{setting}.mode: is {mode}, but {better} values of {metric} are better. Set {setting}.mode: {right}.",
+        where=where,
+    )
 
 
 _MISSPELLING = 0.8

@@ -28,6 +28,7 @@ from trainwright.anomaly.detection import Anomaly
 from trainwright.anomaly.response import AnomalyResponse
 from trainwright.backends import Backend, Capture, reads_at_once, waits_for_memory
 from trainwright.backends.host_memory import GarbageCollection
+from trainwright.benchmarks.benchmark import ConfiguredBenchmark
 from trainwright.checkpoint import contents
 from trainwright.checkpoint.base_weights import BaseWeights, check_references
 from trainwright.checkpoint.encoding import map_tensors
@@ -63,8 +64,9 @@ from trainwright.events.mean import IGNORED_LABEL, Window, merge, summarise
 from trainwright.events.media import merge_media
 from trainwright.events.storage import full_logs
 from trainwright.log import outlive_console, rank_log, run_log
+from trainwright.loop.agreement import EvaluationAbandoned
 from trainwright.loop.checkpointing import BestCheckpoint, Checkpointing
-from trainwright.loop.evaluation import EvalLogs, EvaluationAbandoned, Evaluator, logs_of
+from trainwright.loop.evaluation import EvalLogs, EvaluatedSet, Evaluator, logs_of
 from trainwright.loop.heartbeat import Heartbeat
 from trainwright.loop.hook import HOOK_EVENTS, Hook, HookCalls, call_each
 from trainwright.loop.metrics import ConfiguredMetric, MetricNames
@@ -100,6 +102,7 @@ from trainwright.user_code.constructors import check_constructed, reject_missing
 from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.signatures import reject_mismatch
 from trainwright.watch.report import write_final_report
+from trainwright.writers.benchmark_results import BenchmarkResult
 from trainwright.writers.curves import plot_curves
 from trainwright.writers.json_lines import read_history
 from trainwright.writers.notebook import run_html
@@ -174,6 +177,7 @@ class TrainerContext:
     metrics: list[ConfiguredMetric] = field(default_factory=list)
     loss: ConfiguredLoss | None = None
     test_data: EvaluationData | None = None
+    benchmarks: Mapping[str, ConfiguredBenchmark] = field(default_factory=dict)
     base: BaseWeights | None = None
     recipes: Mapping[str, OptimizerRecipe] = field(default_factory=dict)
     freeze_rules: Sequence[FreezeRule] = ()
@@ -267,6 +271,7 @@ class Trainer:
         self.train_data = train_dataset
         self.eval_data: dict[str, EvaluationData] = dict(validation_dataset or {})
         self.test_data = context.test_data
+        self.benchmarks: dict[str, ConfiguredBenchmark] = dict(context.benchmarks)
         self.context = context
         self.options: Any = context.options
         """The values of `options_section`; None without one."""
@@ -326,6 +331,7 @@ class Trainer:
         self._has_only_weights = False
         self._has_loaded_weights = False
         """True while the model has the weights of a checkpoint, averaged or not, for an evaluation."""
+        self._loaded_weights: str | None = None
         self._saved_generators: Mapping[str, Any] | None = None
         self._unclaimed_hook_state: dict[str, Any] = {}
         self._seed_chain, self._draws = chain_seed(config.seed, _STEP_STREAM), self.ranks.mesh.draws
@@ -537,7 +543,28 @@ class Trainer:
         is_higher: dict[str, Any] = {name: True for name in self.known_eval_names if name == "accuracy"}
         is_higher |= {each.name: getattr(each.metric, "higher_is_better", None) for each in self.context.metrics}
         modes = {name: "max" if higher else "min" for name, higher in is_higher.items() if higher is not None}
-        return MetricNames(tuple(self.eval_data), tuple(dict.fromkeys(metrics)), are_all=not adds_names, modes=modes)
+        return MetricNames(
+            tuple(self.eval_data),
+            tuple(dict.fromkeys(metrics)),
+            are_all=not adds_names,
+            modes=modes,
+            benchmarks={name: each.benchmark.metrics for name, each in self.benchmarks.items()},
+        )
+
+    @property
+    def evaluated_sets(self) -> dict[str, EvaluatedSet]:
+        """The evaluation sets and the benchmarks by name."""
+        return {**self.eval_data, **self.benchmarks}
+
+    @property
+    def benchmark_results(self) -> Sequence[BenchmarkResult]:
+        """The results of the benchmarks of the last evaluation, with the samples that the run folder has."""
+        return tuple(self._evaluator.benchmark_results)
+
+    @property
+    def loaded_weights(self) -> str | None:
+        """Which weights of a checkpoint were selected for an evaluation, "ema" or "raw"; None for the usual ones."""
+        return self._loaded_weights
 
     @property
     def eval_averages(self) -> dict[str, float]:
@@ -908,9 +935,9 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates every set and returns the logs, such as {"valid/loss": 0.3}."""
-        return self.evaluate_sets(self.eval_data)
+        return self.evaluate_sets(self.evaluated_sets)
 
-    def evaluate_sets(self, sets: Mapping[str, EvaluationData], *, with_hooks: bool = True) -> dict[str, float]:
+    def evaluate_sets(self, sets: Mapping[str, EvaluatedSet], *, with_hooks: bool = True) -> dict[str, float]:
         """Evaluates some sets and returns their logs."""
         hooks = self._hook_calls if with_hooks else HookCalls([])
         return self._evaluator.evaluate(sets, hooks, averaged=self._weights_to_evaluate(hooks))
@@ -1017,7 +1044,7 @@ class Trainer:
 
     def skip_evaluation(self) -> None:
         """Evaluates nothing during `train`."""
-        self.eval_data, self.test_data = {}, None
+        self.eval_data, self.benchmarks, self.test_data = {}, {}, None
 
     def evaluate_only_at_end(self) -> None:
         """Evaluates once, after the last step."""
@@ -1055,6 +1082,7 @@ class Trainer:
         `weights` is "ema", "raw", or None for those that the run's evaluations use.
         """
         self._load_weights(step, weights)
+        self._loaded_weights = weights
         with self.ranks.failing_together():
             training = self.context.store.read_split(step, "training")
             contents.restore_hooks(training["hooks"], self._hook_calls.keyed(), model=self.model)
@@ -1105,7 +1133,7 @@ class Trainer:
         with run_log() as open_logs, outlive_console(), lock, self.storage, self._garbage, products:
             open_logs(*self.log_files)
             try:
-                if self.eval_data:
+                if self.evaluated_sets:
                     self._best.check(self.metric_names)
                     for schedule in self._updater.torch_schedules.values():
                         schedule.check_metric(self.metric_names.check)
@@ -1349,7 +1377,8 @@ class Trainer:
         state = self._state
         self.heartbeat.enter("evaluate", state.step)
         if state.evaluated_step != state.step:
-            logs = self._evaluate_step(self.eval_data) if self.eval_data else {}
+            sets = self.evaluated_sets
+            logs = self._evaluate_step(sets) if sets else {}
             state.eval_logs, state.evaluated_step, state.reported = logs, state.step, set()
             if logs:
                 self.storage.remember(logs)
@@ -1396,7 +1425,7 @@ class Trainer:
                 logger.warning("The test set is evaluated with the last weights instead of the best: %s", error)
         return None if self.ranks.broadcast(failure) is not None else best
 
-    def _evaluate_step(self, sets: Mapping[str, EvaluationData]) -> dict[str, float]:
+    def _evaluate_step(self, sets: Mapping[str, EvaluatedSet]) -> dict[str, float]:
         """Evaluates a step; an interruption may leave it, because a resumed run evaluates it again."""
         averaged = self._weights_to_evaluate(self._hook_calls)
         return self._evaluator.evaluate(sets, self._hook_calls, averaged=averaged, can_be_abandoned=self._is_training)

@@ -61,26 +61,27 @@ class DecoderModel(Model):
 
         While training with labels, `logits` may be None: see `fused_loss`.
 
-        With a `cache` (decoding.py) the tokens continue those in the cache, and are added to it. `logits_at` [B] is the
-        position of each row whose logits are needed: they are then [B, 1, vocabulary].
+        With a `cache` (decoding.py) the tokens continue those in the cache, and are added to it. `logits_at` [B] or
+        [B, K] are the positions of each row whose logits are needed: they are then [B, 1 or K, vocabulary].
         """
         self._check_tokens(input_ids, cache)
         if cache is not None and not (attention_mask is None and position_ids is None and document_ids is None):
             raise DataError("A cache needs full rows: remove attention_mask, position_ids and document_ids.")
         if logits_at is not None and labels is not None:
-            raise DataError("logits_at selects one position of each row, but labels need all. Remove one of the two.")
+            raise DataError("logits_at selects positions of each row, but labels need all. Remove one of the two.")
         hidden = self.body(input_ids, attention_mask, position_ids, document_ids, cache)
         if logits_at is None:
             return self._score(hidden, labels)
-        rows = torch.arange(len(logits_at), device=logits_at.device)
+        rows = torch.arange(len(logits_at), device=logits_at.device)[:, None]
+        logits_at = logits_at.view(len(logits_at), -1)
         # States that are split over ranks (DTensors, a part of the sequence) cannot be indexed; their logits are whole.
         if self.sequence.is_whole and not hasattr(hidden, "device_mesh"):
-            return self._score(hidden[rows, logits_at][:, None], None)
+            return self._score(hidden[rows, logits_at], None)
         scored = self._score(hidden, None)
         logits: Any = scored["logits"]
         if hasattr(logits, "full_tensor"):  # a DTensor
             logits = logits.full_tensor()
-        return {**scored, "logits": logits[rows, logits_at][:, None]}
+        return {**scored, "logits": logits[rows, logits_at]}
 
     def count_targets(self, labels: Tensor) -> Tensor | None:
         """Returns the number of predicted tokens; the first one of a row is not predicted."""

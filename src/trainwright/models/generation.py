@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -157,6 +157,7 @@ def sample_completions(
     log_probabilities: bool = False,
     use_cache: bool = True,
     reader: TokenReader | None = None,
+    ended_rows: Callable[[Tensor], Tensor] | None = None,
     all_stopped: Callable[[bool], bool] = bool,
 ) -> Completions:
     """Samples continuations of prompts of any lengths, `num_return_sequences` for each, as one batch.
@@ -168,6 +169,9 @@ def sample_completions(
     `log_probabilities` are those of the model at this temperature (at 1 if it is 0), before the penalty, `top_k` and
     `top_p`. The remaining arguments are those of `generate`. The model may be in training: it is in evaluation mode
     meanwhile, and in its previous mode afterwards.
+
+    `ended_rows` receives the tokens [N, T] so far and returns which rows [N] need no more, such as those that contain a
+    text that ends them. It ends the generation of all rows together, and marks no row as stopped.
 
     If forwards are collective, as with sharded parameters, all ranks must call the model equally often: `all_stopped`
     receives whether all rows of this rank have stopped, and returns whether those of all ranks have. Every rank must
@@ -214,8 +218,12 @@ def sample_completions(
             if log_probabilities:
                 every = (step.logits / (temperature or 1.0)).log_softmax(dim=-1)
                 scores.append(every.gather(1, step.tokens[:, None])[:, 0])
-            if len(stop_ids) and len(tokens) % check_every == 0 and all_stopped(bool(is_stopped.all())):
-                break
+            if (len(stop_ids) or ended_rows is not None) and len(tokens) % check_every == 0:
+                has_ended = is_stopped
+                if ended_rows is not None:
+                    has_ended = has_ended | ended_rows(torch.stack(tokens, dim=1)).to(device)
+                if all_stopped(bool(has_ended.all())):
+                    break
     finally:
         model.train(was_training)
     mask = torch.stack(masks, dim=1) if masks else is_stopped.new_zeros(len(is_stopped), 0)
@@ -422,6 +430,14 @@ def _max_positions(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     found = getattr(model, "max_positions", None) or getattr(config, "max_position_embeddings", None)
     return int(found) if found else None
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Returns how many tokens a model has embeddings for: our models' setting, or that of transformers' config."""
+    settings = getattr(model, "settings", None)
+    found = settings.get("vocab_size") if isinstance(settings, Mapping) else None
+    found = found or getattr(getattr(model, "config", None), "vocab_size", None)
+    return found if isinstance(found, int) else None
 
 
 def reject_non_decoder(model: nn.Module) -> None:

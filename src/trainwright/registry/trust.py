@@ -25,6 +25,9 @@ _WEIGHTED = ("weighted", BUILT_INS["sampler"]["weighted"])
 _WEIGHT_FILES = (".json", ".npy", ".csv", ".txt")
 """The files that the sampler reads weights from, without running code; any other text names a function."""
 
+_GENERATE = ("generate", BUILT_INS["benchmark"]["generate"])
+"""The benchmark whose metric may be a function."""
+
 _PEFT_KEYS = {
     *("type", "peft_type", "r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "init_lora_weights"),
     *("target_modules", "exclude_modules", "target_parameters", "modules_to_save", "feedforward_modules"),
@@ -74,14 +77,17 @@ def _names_function(settings: dict[str, Any], path: tuple[str, ...]) -> bool:
     if path[:2] == ("model", "peft") and len(path) > 2:
         return path[2] not in _PEFT_KEYS
     owner: Any = settings
+    outer: Any = settings
     for key in path[:-1]:
-        owner = owner[int(key)] if isinstance(owner, list) else owner[key]
+        outer, owner = owner, owner[int(key)] if isinstance(owner, list) else owner[key]
     if isinstance(owner, list):
-        return path[-2] in _FUNCTIONS
+        is_metric = path[-2] == "metric" and isinstance(outer, dict) and outer.get("type") in _GENERATE
+        return (is_metric and ":" in owner[int(path[-1])]) or path[-2] in _FUNCTIONS
     is_weights = owner.get("type") in _WEIGHTED and path[-1] == "weights"
     if is_weights and owner["weights"].endswith(_WEIGHT_FILES):
         return False
-    return is_weights or path[-1] in _FUNCTIONS or owner.get("type") in _CALLING_HOOKS
+    is_metric = path[-1] == "metric" and owner.get("type") in _GENERATE and ":" in owner["metric"]
+    return is_weights or is_metric or path[-1] in _FUNCTIONS or owner.get("type") in _CALLING_HOOKS
 
 
 def _texts(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], str]]:

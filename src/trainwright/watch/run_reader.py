@@ -232,10 +232,11 @@ class RunReader:
         return {"names": names, "sets": sets, "marks": self.marks(), "axes": self.axes()}
 
     def evaluation_sets(self) -> list[str]:
-        """Returns the names of the evaluation sets, which are the prefixes of their metrics."""
-        data = _section(self.raw_settings(), "data")
-        split = list(_section(data, "split"))
-        return list(dict.fromkeys([*map(str, _section(data, "eval")), *map(str, split), "eval", "valid", "test"]))
+        """Returns the names of the evaluation sets and benchmarks, which are the prefixes of their metrics."""
+        data, evaluation = _section(self.raw_settings(), "data"), _section(self.raw_settings(), "evaluation")
+        benchmarks = [each for each in _list(evaluation.get("benchmarks")) if isinstance(each, dict)]
+        names = [*_section(data, "eval"), *(each.get("name", each.get("type")) for each in benchmarks)]
+        return list(dict.fromkeys([*map(str, names), "eval", "valid", "test"]))  # the last ones are those of a split
 
     def best_mode(self, name: str, sets: list[str]) -> str | None:
         """Returns whether a smaller (`min`) or larger (`max`) value is better; None if it is no evaluation metric."""

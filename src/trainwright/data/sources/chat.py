@@ -195,7 +195,7 @@ class RowRenderer:
         self.tokenizer.find_chat_template()
         _ = self.tokenizer.vocab_size
         if self._template is None and self._given_template is not None:
-            self._template = _read_template(self._given_template, self._project_dir)
+            self._template = read_template(self._given_template, self._project_dir)
         return self._template
 
     def _drop_turns(self, found: Chat | TextPair, template: str | None) -> RenderedChat:
@@ -212,7 +212,8 @@ class RowRenderer:
         return RenderedChat([], [])
 
 
-def _read_template(given: str, project_dir: Path) -> str:
+def read_template(given: str, project_dir: Path) -> str:
+    """Returns the text of a template, which may be given as a file."""
     if "{" in given:
         return given
     file = project_dir / Path(given).expanduser()

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainwright.config.problems import describe
-from trainwright.data.chat import read_messages, read_tools, render_chat, render_prompt
+from trainwright.data.chat import common_length, read_messages, read_tools, render_chat, render_prompt
 from trainwright.data.sources.file_stream import FileStream
 from trainwright.data.sources.files import FileRows, open_files
 from trainwright.data.sources.formats import JsonLinesFormat, RowError
@@ -118,7 +118,7 @@ class PreferencesFormat(JsonLinesFormat):
 
     def _check_lengths(self, prompt: list[int], answers: Mapping[str, list[int]]) -> int:
         """Returns the number of prompt tokens that all sequences begin with; rejects a row without room for them."""
-        length = min(_common_length(prompt, answer) for answer in answers.values())
+        length = min(common_length(prompt, answer) for answer in answers.values())
         if length < len(prompt) and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -143,13 +143,5 @@ def _split_prompt(row: dict[str, Any]) -> dict[str, Any]:
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         return row
-    length = _common_length(chosen, rejected)
+    length = common_length(chosen, rejected)
     return {**row, "prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
-
-
-def _common_length(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """Returns the length of the longest common prefix."""
-    for number, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return number
-    return min(len(left), len(right))

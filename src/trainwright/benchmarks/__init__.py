@@ -1,0 +1,1 @@
+"""Benchmarks of language models: what `evaluation.benchmarks` can name."""
