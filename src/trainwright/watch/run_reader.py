@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,9 @@ import yaml
 
 from trainwright.checkpoint.listing import CHECKPOINTS
 from trainwright.checkpoint.retention import best_step
+from trainwright.config import Component
+from trainwright.config.sections import benchmark_name
+from trainwright.errors import TrainwrightError
 from trainwright.safe_text import flat_settings, safe
 from trainwright.watch.listing import (
     CONFIG_FILE,
@@ -235,7 +239,10 @@ class RunReader:
         """Returns the names of the evaluation sets and benchmarks, which are the prefixes of their metrics."""
         data, evaluation = _section(self.raw_settings(), "data"), _section(self.raw_settings(), "evaluation")
         benchmarks = [each for each in _list(evaluation.get("benchmarks")) if isinstance(each, dict)]
-        names = [*_section(data, "eval"), *(each.get("name", each.get("type")) for each in benchmarks)]
+        names = list(_section(data, "eval"))
+        for each in benchmarks:
+            with suppress(TrainwrightError):  # not a component
+                names.append(benchmark_name(Component.from_mapping(each)))
         return list(dict.fromkeys([*map(str, names), "eval", "valid", "test"]))  # the last ones are those of a split
 
     def best_mode(self, name: str, sets: list[str]) -> str | None:
