@@ -27,15 +27,24 @@ from pathlib import Path
 import numpy as np
 
 CHROMIUM = "/usr/bin/chromium"
+PAGE = Path(__file__).parents[1] / "src/trainwright/watch/page"
 CONFIG = """name: {name}
 model: {{type: net.Net, width: {width}}}
 data: {{train: {{type: digits}}, eval: {{valid: {{type: digits}}}}}}
 trainer: {{max_steps: {steps}, optimizer: {{type: adamw, lr: 0.001}}}}
 log: {{every_steps: 10}}
 """
-DRAWN = """() => { const shown = [...document.querySelectorAll("canvas")].filter((each) => {
-  const box = each.getBoundingClientRect(); return box.top < innerHeight && box.bottom > 0; });
-  return shown.length > 0 && shown.every((each) => each.dataset.drawn && JSON.parse(each.dataset.drawn).series.length >= %d); }"""  # noqa: E501
+DRAWN = """() => {
+  const shown = [...document.querySelectorAll("canvas")].filter((each) => {
+    const box = each.getBoundingClientRect();
+    return box.top < innerHeight && box.bottom > 0;
+  });
+  return shown.length > 0
+    && shown.every((each) => each.dataset.drawn && JSON.parse(each.dataset.drawn).series.length >= %d);
+}"""
+LOADED = """async () => (await ask("api/runs")).runs.filter((run) => state.selected.has(run.name))
+  .every((run) => !/sample/.test(run.version.curves))"""
+WAITED = "() => [...plots.values()].every((each) => !each.isVisible || !each.isWaiting)"
 
 
 def write_runs(folder: Path, num_runs: int, num_lines: int) -> int:
@@ -87,9 +96,10 @@ def measure_page(folder: Path) -> list[tuple[str, str]]:
             browser = browsers.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": 1440, "height": 1000})
 
-            def seconds_until(condition: str) -> float:
+            def seconds_until_loaded() -> float:
                 began = time.perf_counter()
-                page.wait_for_function(condition, timeout=600_000)
+                while not page.evaluate(LOADED):
+                    time.sleep(0.1)
                 return time.perf_counter() - began
 
             began = time.perf_counter()
@@ -102,12 +112,12 @@ def measure_page(folder: Path) -> list[tuple[str, str]]:
                 ("first paint", f"{paint:.0f} ms"),
                 (f"{listed} runs listed, first curves", f"{first_curves:.2f} s"),
             ]
-            rows.append(("6 runs read in full", f"{seconds_until(LOADED):.1f} s"))
+            rows.append(("6 runs read in full", f"{seconds_until_loaded():.1f} s"))
             began = time.perf_counter()
             page.click("#all")
             page.wait_for_function(DRAWN % listed)
             rows.append((f"{listed} runs selected: all curves drawn (samples)", f"{time.perf_counter() - began:.1f} s"))
-            rows.append((f"{listed} runs read in full", f"{seconds_until(LOADED):.0f} s"))
+            rows.append((f"{listed} runs read in full", f"{seconds_until_loaded():.0f} s"))
             page.wait_for_timeout(3000)
             for names, select in ((f"{listed} runs", None), ("6 runs", "none")):
                 if select:
@@ -125,9 +135,7 @@ def measure_page(folder: Path) -> list[tuple[str, str]]:
                     began = time.perf_counter()
                     with page.expect_response(lambda answer: "api/curves" in answer.url):
                         page.mouse.up()
-                    page.wait_for_function(
-                        "() => [...plots.values()].every((each) => !each.isVisible || !each.isWaiting)"
-                    )
+                    page.wait_for_function(WAITED)
                     times.append(time.perf_counter() - began)
                     page.keyboard.press("Escape")
                     page.dblclick("canvas >> nth=0")
@@ -142,11 +150,6 @@ def measure_page(folder: Path) -> list[tuple[str, str]]:
         server.terminate()
         server.wait()
     return rows
-
-
-LOADED = (
-    "() => state.runs.filter((run) => state.selected.has(run.name)).every((run) => !/sample/.test(run.version.curves))"
-)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -246,11 +249,9 @@ def main() -> None:
         rows = []
         size = write_runs(work / "runs", options.runs, options.lines) if options.only != "cost" else 0
         if options.only in (None, "page"):
-            page = sum(
-                path.stat().st_size for path in (Path(__file__).parents[1] / "src/trainwright/watch/page").iterdir()
-            )
+            page = sum(path.stat().st_size for path in PAGE.iterdir())
             rows += [
-                ("the page's files", f"{page / 1e3:.0f} kB"),
+                ("files of the page", f"{page / 1e3:.0f} kB"),
                 ("metrics.json of all runs", f"{size / 1e6:,.0f} MB"),
             ]
             rows += measure_page(work / "runs")

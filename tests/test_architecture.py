@@ -175,7 +175,7 @@ def test_help_and_config_need_no_torch():
         "import trainwright.config, trainwright.launch.local\n"
         "import trainwright.commands.train, trainwright.commands.evaluate\n"
         "import trainwright.commands.components, trainwright.commands.config, trainwright.commands.runs\n"
-        "import trainwright.commands.new, trainwright.commands.explain\n"
+        "import trainwright.commands.new, trainwright.commands.explain, trainwright.commands.watch\n"
         "heavy = {'torch', 'numpy', 'safetensors', 'tokenizers'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )
@@ -183,7 +183,13 @@ def test_help_and_config_need_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("package", ["config", "user_code", "registry", "launch", "cli", "commands"])
+def test_the_live_page_needs_no_torch():
+    program = "import sys, trainwright.watch.server, trainwright.watch.report\nassert 'torch' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("package", ["config", "user_code", "registry", "launch", "cli", "commands", "watch"])
 def test_packages_without_torch_do_not_import_it_at_module_level(package):
     found = [
         f"{file}:{node.lineno}"

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -256,6 +257,32 @@ def test_the_page_on_generation_works_from_the_first_line_to_the_last(in_tmp, mo
     assert [row["prompt"] for row in rows] == ["def read(", "import os"]
 
 
+class WatchingReader(Reader):
+    """A reader who leaves the live page running, and looks at what it serves."""
+
+    def type(self, line):
+        if line.split()[:2] != ["trainwright", "watch"]:
+            super().type(line)
+            return
+        command = [sys.executable, "-m", "trainwright", *shlex.split(line)[1:]]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                self.shown += server.stdout.readline()
+                with urllib.request.urlopen("http://127.0.0.1:8766/api/runs", timeout=30) as answer:
+                    self.runs = {run["name"]: run["state"] for run in json.load(answer)["runs"]}
+            finally:
+                server.kill()
+
+
+def test_the_page_on_watching_works_from_the_first_line_to_the_last(in_tmp, monkeypatch, capfd):
+    pytest.importorskip("sklearn")
+    reader = WatchingReader(monkeypatch, capfd)
+    for language, text in blocks_of((DOCS / "watch.md").read_text("utf-8")):
+        reader.read([(language, text)])
+    assert reader.runs == {"run": "finished", "wide": "finished"}
+    assert "first digit" in Path("runs/run/report.html").read_text("utf-8")
+
+
 RECIPE_PAGES = ("pretrain", "continue-pretraining", "sft-lora", "dpo")
 
 
@@ -285,7 +312,7 @@ def test_every_recipe_has_a_page_with_a_curve_and_a_row_in_the_list():
         assert f"[`{recipe.name}`](recipes/{name}.md)" in listed
         assert f"`{recipe.name}`" in page
         assert f"extends: {recipe.name}" in page
-        assert f"](../pictures/{name}.svg)" in page
+        assert f"](../images/{name}.svg)" in page
         assert name in (*RECIPE_PAGES, "classify")  # run by the tests above
 
 

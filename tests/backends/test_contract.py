@@ -151,6 +151,11 @@ def describe(backend, folder):
     assert backend.describe().startswith(backend.device.type)
 
 
+def utilization(backend, folder):
+    share = backend.utilization()
+    assert share is None or 0 <= share <= 1
+
+
 VERBS = {
     act.__name__: act
     for act in (
@@ -170,6 +175,7 @@ VERBS = {
             memory_room,
             begin_peak,
             memory,
+            utilization,
         ),
         *(begin_peak, memory, release_memory, write_memory_snapshot, describe),
     )

@@ -60,6 +60,19 @@ def test_evaluation_metrics_have_a_best_value(broken):
     assert described["loss"]["best"] is None
 
 
+def test_benchmarks_are_evaluation_sets(tmp_path):
+    benchmarks = "[{type: multiple_choice, path: data/arc.jsonl}, {type: a.py:Mine, name: own}, {type: 3}, 4]"
+    (tmp_path / "config.yaml").write_text(
+        f"data: {{eval: {{dev: {{type: x}}}}}}\nevaluation: {{benchmarks: {benchmarks}}}"
+    )
+    reader = RunReader(tmp_path, "run")
+    sets = reader.evaluation_sets()
+    assert sets[:3] == ["dev", "arc", "own"]
+    assert reader.best_mode("arc/accuracy", sets) == "max"
+    assert reader.best_mode("dev/perplexity", sets) == "min"
+    assert reader.best_mode("other/accuracy", sets) is None
+
+
 def test_the_summary_of_the_model_is_complete(broken):
     model = broken.model()
     assert model["class"] == "Net"

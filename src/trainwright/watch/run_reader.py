@@ -11,7 +11,9 @@ import json
 import math
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +25,9 @@ import yaml
 
 from trainwright.checkpoint.listing import CHECKPOINTS
 from trainwright.checkpoint.retention import best_step
+from trainwright.config import Component
+from trainwright.config.sections import benchmark_name
+from trainwright.errors import TrainwrightError
 from trainwright.safe_text import flat_settings, safe
 from trainwright.watch.listing import (
     CONFIG_FILE,
@@ -87,7 +92,7 @@ class Loader:
         while True:
             read_more = self._queue.get()
             while read_more():
-                pass
+                time.sleep(0.0005)  # lets requests run
 
 
 class RunReader:
@@ -159,7 +164,7 @@ class RunReader:
                 depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
                 if depth > _MAX_DEPTH or isinstance(event, yaml.AliasEvent):
                     return {}
-            found = yaml.load(text, loader)
+            found = loader(text).get_single_data()
         except (yaml.YAMLError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -231,10 +236,14 @@ class RunReader:
         return {"names": names, "sets": sets, "marks": self.marks(), "axes": self.axes()}
 
     def evaluation_sets(self) -> list[str]:
-        """Returns the names of the evaluation sets, which are the prefixes of their metrics."""
-        data = _section(self.raw_settings(), "data")
-        split = list(_section(data, "split"))
-        return list(dict.fromkeys([*map(str, _section(data, "eval")), *map(str, split), "eval", "valid", "test"]))
+        """Returns the names of the evaluation sets and benchmarks, which are the prefixes of their metrics."""
+        data, evaluation = _section(self.raw_settings(), "data"), _section(self.raw_settings(), "evaluation")
+        benchmarks = [each for each in _list(evaluation.get("benchmarks")) if isinstance(each, dict)]
+        names = list(_section(data, "eval"))
+        for each in benchmarks:
+            with suppress(TrainwrightError):  # not a component
+                names.append(benchmark_name(Component.from_mapping(each)))
+        return list(dict.fromkeys([*map(str, names), "eval", "valid", "test"]))  # the last ones are those of a split
 
     def best_mode(self, name: str, sets: list[str]) -> str | None:
         """Returns whether a smaller (`min`) or larger (`max`) value is better; None if it is no evaluation metric."""

@@ -23,8 +23,8 @@ import numpy as np
 
 from trainwright.writers.curves import kept_indices
 
-BLOCK = 2**18
-"""The bytes that are parsed at once: some milliseconds, in which no other request is answered."""
+BLOCK = 2**16
+"""The bytes that are parsed at once: a millisecond or two, in which no request is answered."""
 MAX_NAMES = 1000
 """Further names of a run are left out."""
 _MAX_TEXTS = 100  # the newest per name
@@ -97,7 +97,7 @@ class _Table:
             added = np.array([[_as_float(value) for value in row] for row in rows])
         needed = self.num_lines + len(added)
         if needed > self._cells.shape[1]:
-            grown = np.empty((len(self._cells), max(needed, 3 * self._cells.shape[1] // 2)))
+            grown = np.empty((len(self._cells), max(needed, 5 * self._cells.shape[1] // 4)))
             grown[:, : self.num_lines] = self._cells[:, : self.num_lines]
             self._cells = grown
         self._cells[:, self.num_lines : needed] = added.T
@@ -120,6 +120,7 @@ class MetricsFile:
     def _reset(self) -> None:
         self._position, self._inode, self._tail = 0, -1, b""
         self._tables: dict[tuple[str, ...], _Table] = {}
+        self._parts: dict[tuple[str, ...], tuple[tuple[str, ...], ...]] = {}
         self._texts: dict[str, deque[tuple[int, str]]] = {}
         self._merged: dict[str, Curve] = {}
         self.names: dict[str, None] = {}
@@ -230,15 +231,27 @@ class MetricsFile:
                 continue
             by_names.setdefault(names, []).append([step, *values.values()])
         for names, rows in by_names.items():
-            self._tables.setdefault(names, _Table(1 + len(names))).extend(rows)
+            for part in self._parts[names]:
+                if part != names:
+                    columns = [0, *(1 + names.index(name) for name in part)]
+                    own = [[row[column] for column in columns] for row in rows]
+                else:
+                    own = rows
+                self._tables.setdefault(part, _Table(1 + len(part))).extend(own)
         self._merged = {}
         self.version += 1
 
     def _knows(self, names: tuple[str, ...]) -> bool:
-        """Adds names to the known ones; returns False if there are too many, as in a file that no run has written."""
-        if names not in self._tables:
-            if len(self.names.keys() | set(names)) > MAX_NAMES or len(self._tables) >= MAX_NAMES:
+        """Decides in which tables lines with these names are; False if there are too many names or tables.
+
+        A line that also has an evaluation is split, so that a training metric is in one table and needs no merge.
+        """
+        if names not in self._parts:
+            if len(self.names.keys() | set(names)) > MAX_NAMES or len(self._parts) >= MAX_NAMES:
                 return False
+            within = [known for known in self._tables if len(known) > 1 and set(known) < set(names)]
+            most = max(within, key=len, default=())
+            self._parts[names] = tuple(filter(None, (most, tuple(name for name in names if name not in most))))
             self.names |= dict.fromkeys(names)
         return True
 

@@ -468,9 +468,9 @@ class Plot {
     const prefix = { step: "step ", tokens: "", time: "" }[this.shown.axis], suffix = this.shown.axis === "tokens" ? " tokens" : "";
     fill(this.readout,
       element("div", { class: "at" }, `${prefix}${this.textX(at)}${suffix}`),
-      ...rows.slice(0, 10).map((row, number) => element("div", { class: number ? "row" : "row first", color: `var(--c${row.color % NUM_COLORS})`, "data-dash": String(row.dash || 0) },
+      ...rows.slice(0, 8).map((row, number) => element("div", { class: number ? "row" : "row first", color: `var(--c${row.color % NUM_COLORS})`, "data-dash": String(row.dash || 0) },
         element("span", { class: "line" }), element("span", { class: "name" }, row.label), element("b", {}, this.text(row.value)))),
-      rows.length > 10 && element("div", { class: "faint" }, `and ${rows.length - 10} more`),
+      rows.length > 8 && element("div", { class: "faint" }, `and ${rows.length - 8} more`),
       ...marks.slice(0, 4).map((mark) => element("div", { class: `mark ${mark.kind}` }, `${mark.kind === "checkpoint" || mark.kind === "best" ? "▲" : mark.kind === "anomaly" ? "⚠" : "↻"} ${mark.text}`)),
     );
     this.readout.hidden = false;
