@@ -283,7 +283,7 @@ def test_the_page_on_watching_works_from_the_first_line_to_the_last(in_tmp, monk
     assert "first digit" in Path("runs/run/report.html").read_text("utf-8")
 
 
-RECIPE_PAGES = ("pretrain", "continue-pretraining", "sft-lora", "dpo")
+RECIPE_PAGES = ("pretrain", "continue-pretraining", "sft-lora", "dpo", "grpo")
 
 
 def test_the_page_from_a_base_model_to_a_chat_and_those_on_recipes_work(in_tmp, monkeypatch, capfd, tmp_path):

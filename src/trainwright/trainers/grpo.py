@@ -316,8 +316,9 @@ class GRPOTrainer(Trainer):
 
     def _samples(self, rows: Sequence[Mapping[str, Any]], completions: Sequence[Sequence[int]]) -> Samples:
         """Returns the completions as rewards receive them."""
-        decode = self._collator.tokenizer.decode
-        texts = [decode(ids) for ids in completions]
+        tokenizer = self._collator.tokenizer
+        # Many models have embeddings for more tokens than their tokenizer has; those represent no text.
+        texts = [tokenizer.decode([one for one in ids if one < tokenizer.vocab_size]) for ids in completions]
         shown = [
             text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
             for row, text in zip(rows, texts, strict=True)
