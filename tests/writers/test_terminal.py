@@ -35,6 +35,11 @@ class Noisy(Hook):
         while step == 9 and not Path("resized").exists():
             time.sleep(0.01)
 
+class Long(Hook):
+    def after_step(self):
+        while self.trainer.step == 4 and not Path("continue").exists():
+            time.sleep(0.01)
+
 class Waiting(Hook):
     def after_step(self):
         time.sleep(0.35 if self.trainer.step > 3 else 0)
@@ -81,6 +86,8 @@ def test_a_wide_terminal_shows_the_panel_below_all_other_output(project):
     text = terminal.all_text()  # the emulator drops lines when it shrinks
     for line in ("printed by user code", "in two parts", "from another process", *(f"burst {n}" for n in range(60))):
         assert text.splitlines().count(line) == 1, line
+    terminal.wait_for("step 9 in progress", "since the last line")
+    assert terminal.shown().splitlines()[-1].startswith("Training")
     terminal.resize(120, 30)
     time.sleep(0.4)  # the next drawing is due
     (project / "resized").touch()
@@ -105,6 +112,19 @@ def test_a_narrow_terminal_shows_a_live_line_which_a_wide_one_replaces_by_the_pa
     assert "Received SIGINT" in terminal.all_text()
     assert "── small" not in terminal.shown()
     assert re.search(r"\nstep \d+/30  loss", terminal.all_text())
+
+
+def test_a_narrow_terminal_shows_the_time_of_a_long_step_without_moving_the_cursor(project):
+    terminal = train(project, hook="Long", columns=80, rows=24)
+    terminal.wait_for("step 4 in progress", "since the last line")
+    cursor = (terminal.screen.cursor.x, terminal.screen.cursor.y)
+    terminal.wait_for("0:03 since the last line")
+    assert (terminal.screen.cursor.x, terminal.screen.cursor.y) == cursor  # it may be in the prompt of a debugger
+    (project / "continue").touch()
+    assert terminal.wait() == 0
+    assert "in progress" not in terminal.shown()
+    assert re.search(r"\nstep 12/12  loss", terminal.all_text())
+    assert terminal.screen.margins is None or terminal.screen.margins.bottom == 23, "all rows scroll"
 
 
 def test_an_error_is_shown_below_the_last_values_and_no_output_is_lost(project):
