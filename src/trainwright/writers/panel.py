@@ -22,7 +22,7 @@ MIN_COLUMNS, MIN_ROWS = 100, 20
 """The size of the smallest terminal with a panel."""
 
 _HEIGHT = 12
-_VALUE_COLUMNS = 42
+_VALUE_COLUMNS = 46
 _BOLD, _DIM, _CYAN, _GREEN, _YELLOW = 1, 2, 36, 32, 33
 
 
