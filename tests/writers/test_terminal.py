@@ -251,6 +251,17 @@ def test_long_work_is_a_bar_in_the_last_row_while_output_scrolls_above_it():
     assert "Tokenizing  ━" not in terminal.shown()
 
 
+def test_a_new_process_shows_that_it_imports_torch(project):
+    def act():
+        os.execv(sys.executable, [sys.executable, "-m", "trainwright", "train", "run.yaml", "trainer.max_steps=2"])
+
+    terminal = Terminal(act, cwd=project)
+    terminal.wait_for("Importing torch")
+    assert terminal.wait() == 0
+    assert "Importing torch  " not in terminal.shown()
+    assert "Finished at step 2." in terminal.all_text()
+
+
 def test_short_work_leaves_nothing(capfd):
     def act():
         with progress("Packing"):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from trainwright.commands.terminal import CheckpointStep, Overrides, RunPath, Trust, Weights, load_run
+from trainwright.commands.terminal import CheckpointStep, Overrides, RunPath, Trust, Weights, importing, load_run
 from trainwright.config import Component
 from trainwright.config.sections import benchmark_name
 from trainwright.errors import ConfigError
@@ -79,7 +79,8 @@ def evaluate(
     for name in given:
         raise ConfigError(f"--{name.replace('_', '-')} has no effect without --tasks. Add --tasks, or remove it.")
 
-    from trainwright.api.run import run_experiment
+    with importing():
+        from trainwright.api.run import run_experiment
 
     model_dir = str(run) if run.is_dir() else None
     config = load_run(run, overrides, trust=trust)
