@@ -405,3 +405,7 @@ def _read_list(location: FileLocation, local: Path) -> Iterator[tuple[Any, str]]
             place = skip(place + 1)
         elif text[place : place + 1] != "]":
             raise DataError(f"{location.name} line {line}: the list does not end after this row.")
+    place = skip(place + 1)
+    if place < len(text):
+        line += text.count("\n", counted, place)
+        raise DataError(f"{location.name} line {line}: more text follows the list. Use one list, or a .jsonl file.")
