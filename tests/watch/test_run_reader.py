@@ -1,7 +1,9 @@
 """What is read of run folders: real ones, damaged ones, and ones that others wrote."""
 
 import json
+import os
 import shutil
+import threading
 import time
 
 import numpy as np
@@ -173,6 +175,7 @@ def test_the_log_is_read_from_an_offset_and_at_most_its_end(tmp_path):
     assert first == {"text": "one\ntwo\n", "offset": 8, "begins": 0}
     path.write_text("one\ntwo\nthree\n")
     assert reader.log(8) == {"text": "three\n", "offset": 14, "begins": 8}
+    assert reader.log(-5) == reader.log()
     path.write_text("line of a long log\n" * 100_000)
     end = reader.log(8)
     assert len(end["text"]) <= 2**17
@@ -226,9 +229,31 @@ def test_nothing_outside_of_the_run_folder_is_read(tmp_path):
     assert reader.log()["text"] == ""
     assert reader.environment() == {}
     assert reader.names() == []
+    assert reader.summary().step is None
     assert reader.image("00000001-0.png") is None
     assert reader.image("../log.txt") is None
     assert len(reader.media()["images"][HOSTILE]) == 1
+
+
+def test_a_pipe_does_not_block_the_reader(tmp_path):
+    for name in ("log.txt", "metrics.json", "config.yaml", "system.json"):
+        os.mkfifo(tmp_path / name)
+    reader = RunReader(tmp_path, "run")
+    reader.load()
+    assert reader.log()["text"] == ""
+    assert reader.summary().loss is None
+    assert reader.describe()["names"] == []
+
+
+def test_a_file_that_cannot_be_parsed_does_not_end_the_loader(caplog):
+    def fail():
+        raise MemoryError
+
+    loader, is_read = Loader(), threading.Event()
+    loader.add(fail)
+    loader.add(lambda: is_read.set() or False)
+    assert is_read.wait(10)
+    assert "MemoryError" in caplog.text
 
 
 def test_secrets_and_control_characters_are_not_shown(tmp_path):
