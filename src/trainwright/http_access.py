@@ -19,8 +19,8 @@ def check_access(host: str, token: str | None) -> None:
     """Rejects an address that other machines can reach without a token, and a token that a header cannot carry."""
     if token is None and host not in LOOPBACK:
         raise ConfigError(
-            f"--host {host} is reachable from other machines. Set a token, which clients send: --token, or the variable "
-            "that --help names."
+            f"--host {host} is reachable from other machines. Set a token, which clients send: --token, or the "
+            "variable that --help names."
         )
     if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
         raise ConfigError("--token must be printable ASCII text without spaces.")
