@@ -113,6 +113,14 @@ def test_axes_ascend_and_leave_out_the_time_between_processes():
     assert system.curves["system/memory"].values.tolist() == [5, 6, 8]
 
 
+def test_the_system_log_of_a_month_is_read(tmp_path):
+    facts = {"cpu_cores": 1.0, "memory": 123456789, "memory_available": 123456789, "device_memory": 123456789}
+    start = {"time": 0.0, "step": 0, "start": True}
+    write_lines(tmp_path / "system.json", start, *({"time": 60.0 * n, "step": n, **facts} for n in range(1, 43_201)))
+    assert (tmp_path / "system.json").stat().st_size > 2**22
+    assert len(RunReader(tmp_path, "run").system().curves["system/memory"].steps) == 43_200
+
+
 def test_axes_without_a_system_log_follow_from_the_rates(tmp_path):
     lines = [{"step": 10 * n, "seconds_per_step": 0.5, "tokens_per_second": 100.0} for n in range(1, 5)]
     write_lines(tmp_path / "metrics.json", *lines)

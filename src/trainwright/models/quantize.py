@@ -197,7 +197,7 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def _why_not(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """Returns what a layer is that cannot be quantized; an empty string if it can."""
+    """Returns the reason why a layer cannot be quantized; an empty string if it can be."""
     module, parent = modules[name], modules[name.rpartition(".")[0]]
     if is_conv1d(module):
         return "a Conv1D of transformers, which stores its weight transposed (the type gpt2 has plain linear layers)"

@@ -37,7 +37,7 @@ _MAX_SAMPLES = 12  # images, histograms and texts each
 _MAX_TEXT = 2000  # characters
 _MAX_ROWS = 60  # of a table
 _CURVE_COLUMNS = 24  # of the report in Markdown
-_HIDDEN = ("name", "project_dir", "output_dir")  # settings that say where a run is, not what it is
+_HIDDEN = ("name", "project_dir", "output_dir")  # the location of a run
 
 
 def write_report(folder: Path, to: Path | None = None) -> Path:

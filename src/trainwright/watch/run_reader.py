@@ -54,6 +54,7 @@ SYSTEM_PREFIX = "system/"
 _INLINE_BYTES = 2**21
 """So much of metrics.json is read within a request; more is read by a thread, and meanwhile a sample is shown."""
 _MAX_FILE = 2**22  # of a small file
+_MAX_SYSTEM_FILE = 2**25  # of system.json: a line per minute for three months
 _MAX_LOG = 2**17  # of the log per request
 _MAX_SETTINGS = 5000
 _MAX_DEPTH = 50  # of nested settings
@@ -252,7 +253,7 @@ class RunReader:
         return list(dict.fromkeys([*map(str, names), "eval", "valid", "test"]))  # the last ones are those of a split
 
     def best_mode(self, name: str, sets: list[str]) -> str | None:
-        """Returns whether a smaller (`min`) or larger (`max`) value is better; None if it is no evaluation metric."""
+        """Returns whether a smaller (`min`) or larger (`max`) value is better; None for other metrics."""
         prefix, _, metric = name.partition("/")
         if not metric or prefix not in sets:
             return None
@@ -263,7 +264,11 @@ class RunReader:
 
     def system(self) -> System:
         """Returns the contents of system.json."""
-        return self._cached("system", self._key(SYSTEM_FILE), lambda: read_system(self.read_text(SYSTEM_FILE)))
+        return self._cached(
+            "system",
+            self._key(SYSTEM_FILE),
+            lambda: read_system(self.read_text(SYSTEM_FILE, max_bytes=_MAX_SYSTEM_FILE)),
+        )
 
     def axes(self) -> dict[str, list[list[float]]]:
         """Returns maps from steps to `seconds` of training and to `tokens`, each as [steps, values], where known."""
@@ -370,19 +375,19 @@ class RunReader:
         path = self.path / name
         return path if path.resolve().is_relative_to(self._real_path) else None
 
-    def read_bytes(self, name: str) -> bytes:
-        """Returns a small file; empty if there is none."""
+    def read_bytes(self, name: str, *, max_bytes: int = _MAX_FILE) -> bytes:
+        """Returns a file; empty if there is none, or if it is larger."""
         path = self._inside(name)
         try:
-            if path is None or not path.is_file() or path.stat().st_size > _MAX_FILE:
+            if path is None or not path.is_file() or path.stat().st_size > max_bytes:
                 return b""
             return path.read_bytes()
         except OSError:
             return b""
 
-    def read_text(self, name: str) -> str:
-        """Returns a small text file; empty if there is none."""
-        return self.read_bytes(name).decode("utf-8", errors="replace")
+    def read_text(self, name: str, *, max_bytes: int = _MAX_FILE) -> str:
+        """Returns a text file; empty if there is none, or if it is larger."""
+        return self.read_bytes(name, max_bytes=max_bytes).decode("utf-8", errors="replace")
 
     def _read_json(self, name: str) -> Any:
         try:

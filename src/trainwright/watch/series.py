@@ -188,7 +188,7 @@ class MetricsFile:
         return file.read(len(self._tail)) == self._tail
 
     def sample(self, num_lines: int = 300) -> None:
-        """Reads a few lines that are spread over the file: what a page shows while all of a long file is read."""
+        """Reads a few lines that are spread over the file, to be shown while all of a long file is read."""
         with self._lock:
             self._reset()
             lines = []
@@ -305,7 +305,7 @@ def _parse(lines: Sequence[bytes]) -> Iterable[dict[str, Any]]:
 def curve_json(
     curve: Curve, points: int, *, smoothing: float = 0.0, low: float | None = None, high: float | None = None
 ) -> str:
-    """Returns a curve as JSON: `x`, `y`, and with smoothing `sx`, `sy`. Six digits; what is not finite is null."""
+    """Returns a curve as JSON: `x`, `y`, and with smoothing `sx`, `sy`. Six digits; null if not finite."""
     drawn = curve.between(low, high).decimate(points)
     text = f'{{"x":{_array(drawn.steps, 12)},"y":{_array(drawn.values, 6)}'
     if smoothing > 0:

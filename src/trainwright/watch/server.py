@@ -160,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif url.path == "/image":
                 content = self.runs[query.get("run", "")].image(query.get("file", ""))
                 if content is None:
-                    raise RequestError("There is no such image.", HTTPStatus.NOT_FOUND)
+                    raise RequestError("There is no image of this name.", HTTPStatus.NOT_FOUND)
                 self._send(content, "image/png")
             elif url.path in _ANSWERS:
                 self._send(_ANSWERS[url.path](self.runs, query).encode(), "application/json")
