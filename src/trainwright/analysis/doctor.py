@@ -52,7 +52,7 @@ EXTRAS: Mapping[str, str] = {
     "transformers": "models and tokenizers of transformers",
     "wandb": "the writer wandb",
 }
-"""What each extra of the package adds."""
+"""The features that each extra of the package adds."""
 
 _NOT_FEATURES = ("all", "dev", "benchmarks")
 _DISK_BYTES = 64 * 2**20
@@ -84,7 +84,7 @@ class Advice:
 
 @dataclass
 class Report:
-    """What `trainwright doctor` shows."""
+    """The output of `trainwright doctor`."""
 
     facts: dict[str, str]
     extras: list[Extra]

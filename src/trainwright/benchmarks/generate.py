@@ -45,7 +45,7 @@ TRUNCATED = "truncated"
 @dataclass(frozen=True)
 class _Task:
     number: int
-    """Of its row in the file, counted from 0."""
+    """The number of its row in the file, counted from 0."""
     row: Row
     prompt: str
     is_chat: bool
@@ -81,8 +81,8 @@ def complete(
         return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
 
     def cut(text: str) -> tuple[str, bool]:
-        places = [place for each in stop_texts if (place := text.find(each)) >= 0]
-        return (text[: min(places)], True) if places else (text, False)
+        starts = [start for each in stop_texts if (start := text.find(each)) >= 0]
+        return (text[: min(starts)], True) if starts else (text, False)
 
     def ended_rows(tokens: Tensor) -> Tensor:
         return torch.tensor([cut(decode(row))[1] for row in tokens.tolist()])

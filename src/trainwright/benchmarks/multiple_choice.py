@@ -37,7 +37,7 @@ _LETTERS = string.ascii_uppercase
 @dataclass(frozen=True)
 class _Question:
     number: int
-    """Of its row in the file, counted from 0."""
+    """The number of its row in the file, counted from 0."""
     prompt: str
     choices: list[str]
     answer: int

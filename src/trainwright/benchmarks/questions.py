@@ -92,7 +92,7 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """How a row becomes a prompt."""
+    """The settings that turn a row into a prompt."""
 
     tokenizer: TextTokenizer
     template: str

@@ -160,9 +160,9 @@ def draw_curve(
     lines = [f"{labels.get(number, ''):>9} |{''.join(row)}".rstrip() for number, row in enumerate(grid)]
     axis = [" "] * (_WIDTH + 8)
     for power in range(math.ceil(start), math.floor(start + span) + 1):
-        place = column(10.0**power)
+        left = column(10.0**power)
         for offset, letter in enumerate(f"1e{power}"):
-            axis[place + offset] = letter
+            axis[left + offset] = letter
     return ["     loss", *lines, f"{'':9} +{'-' * _WIDTH}", f"{'':11}{''.join(axis)}".rstrip(), f"{'':11}learning rate"]
 
 

@@ -19,7 +19,7 @@ from trainwright.models.pretrained import CONFIG_FILE
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How conversations become tokens, and what ends a turn of the assistant."""
+    """The format of conversations as tokens, and the end of the assistant's turn in it."""
 
     tokenizer: Any
     renderer: Any

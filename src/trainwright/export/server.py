@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
 READ_SECONDS = 30
-"""How long a client may take to send its request; others wait meanwhile."""
+"""The time that a client has to send its request; others wait meanwhile."""
 
 
 class RequestError(Exception):

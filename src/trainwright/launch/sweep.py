@@ -72,7 +72,7 @@ class TrialResult:
     """The step of that evaluation."""
     seconds: float | None = None
     reason: str | None = None
-    """Why the trial failed."""
+    """The reason why the trial failed."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ _MIXING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.
 
 @dataclass(frozen=True)
 class TileSettings:
-    """Which layers of a model or submodule run in tiles, of how many tokens."""
+    """The layers of a model or submodule that run in tiles, and the size of a tile."""
 
     layers: tuple[str, ...]
     """Class names, or globs over module names."""

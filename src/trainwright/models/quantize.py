@@ -30,7 +30,7 @@ from trainwright.models.names import as_globs, last_parts, names_module, unmatch
 
 KEYS = ("type", "match")
 BASE_LAYER = "base_layer"
-"""What peft calls the layer that an adapter is added to."""
+"""The name in peft of the layer that an adapter is added to."""
 
 
 @dataclass(frozen=True)

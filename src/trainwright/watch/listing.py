@@ -71,7 +71,7 @@ def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the state of a run depends on, of its settings."""
+    """The settings of a run that its state depends on."""
 
     max_steps: int | None = None
     log_every_steps: int | None = None
@@ -79,7 +79,7 @@ class RunPlan:
     """`checkpoint.keep_best.metric`."""
     best_mode: Literal["min", "max"] = "min"
     problem: str | None = None
-    """Why its settings cannot be read."""
+    """The reason why the settings cannot be read."""
 
 
 def read_plan(path: Path) -> RunPlan:

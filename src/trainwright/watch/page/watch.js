@@ -29,7 +29,7 @@ async function ask(path, query = {}) {
   return content;
 }
 
-// The address holds what is shown, so that it can be reloaded and sent to others.
+// The address contains the selection, so that the view can be reloaded and shared.
 
 function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
