@@ -64,10 +64,14 @@ class Terminal:
 
     def wait_for(self, *texts):
         """Reads until the screen shows all the texts."""
+        self.wait_until(lambda shown: all(text in shown for text in texts), what=texts)
+
+    def wait_until(self, is_reached, *, what="the end"):
+        """Reads until `is_reached`, which receives the lines of the screen, returns True."""
         end = time.monotonic() + PATIENCE_SECONDS
-        while not all(text in self.shown() for text in texts):
+        while not is_reached(self.shown()):
             assert self._read(), f"the program has ended:\n{self.all_text()}"
-            assert time.monotonic() < end, f"{texts} did not appear:\n{self.shown()}"
+            assert time.monotonic() < end, f"{what} did not appear:\n{self.shown()}"
 
     def wait(self):
         """Reads until the program ends; returns its exit code."""

@@ -1,50 +1,56 @@
-"""Draws docs/images/panel.svg: the panel of a run in a terminal, with made-up values.
+"""Draws docs/images/panel.svg: the terminal in which examples/digits_vit is trained, after two thirds of its steps.
 
-python tools/panel_picture.py
+python -m tools.panel_picture
 """
 
 import io
-import math
-import random
+import re
+import tempfile
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
+from tests.terminals import Terminal, command
 
-from trainwright.config import KeepBest
-from trainwright.writers.panel import Panel
-
-PICTURE = Path(__file__).parents[1] / "docs" / "images" / "panel.svg"
-COLUMNS, MAX_STEPS, STEP = 120, 5000, 3200
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "images" / "panel.svg"
+COLUMNS, ROWS = 112, 20
+COLORS = {"brown": "yellow", "default": ""}
+"""The names of colors in rich that differ from those in pyte."""
 
 
 def main() -> None:
-    """Fills a panel with the values of a run, and writes it as SVG."""
-    noise = random.Random(1)
-    panel = Panel("digits-vit", keep_best=KeepBest(metric="valid/loss"), curves={}, saved_step=None)
-    for step in range(10, STEP + 1, 10):
-        loss = 0.35 + 2 * math.exp(-step / 700) + noise.gauss(0, 0.05)
-        line = {"step": step, "loss": loss, "grad_norm": 1.3 + noise.random(), "lr": 1e-3 * (1 - step / MAX_STEPS)}
-        line |= {"samples_per_second": 8412.0, "mfu": 0.432}
-        evaluated = {}
-        if step % 200 == 0:
-            evaluated = {"valid/loss": loss + 0.12, "valid/accuracy": 1 - loss / 3}
-        seconds = step * 0.11
-        panel.add(
-            line | evaluated,
-            evaluated,
-            max_steps=MAX_STEPS,
-            seconds=seconds,
-            seconds_left=(MAX_STEPS - step) * 0.11,
-            saved_step=step // 500 * 500 or None,
-        )
-    lines = panel.lines(COLUMNS, memory=6.2 * 2**30, phase=None, has_colors=True)
+    """Trains in a terminal until two thirds of the steps are shown, and writes its rows as SVG."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = ["output_dir=runs", "log.every_steps=10", "evaluation.every_steps=50", "checkpoint.every_steps=100"]
+        run = ROOT / "examples" / "digits_vit" / "run.yaml"
+        terminal = command("train", run, *settings, cwd=folder, columns=COLUMNS, rows=ROWS)
+        terminal.wait_until(lambda shown: any(int(share) >= 66 for share in re.findall(r"(\d+)%", shown)))
+        rows = styled_rows(terminal)
+        terminal.type("\x03")
+        terminal.wait()
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(Text("step 3000  valid/loss 0.5214  valid/accuracy 0.8671", style="bold"))
-    for line_text in lines[:-1]:
-        console.print(Text.from_ansi(line_text), no_wrap=True)
-    PICTURE.parent.mkdir(exist_ok=True)
-    console.save_svg(str(PICTURE), title="trainwright train run.yaml", unique_id="panel")
+    for row in rows:
+        console.print(row, no_wrap=True, overflow="crop")
+    svg = console.export_svg(title="trainwright train run.yaml", unique_id="panel")
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no resource of another site
+    PICTURE.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n", "utf-8")
+
+
+def styled_rows(terminal: Terminal) -> list[Text]:
+    """Returns the rows of the screen with their colors; empty rows at the end are left out."""
+    screen, rows = terminal.screen, []
+    for number in range(screen.lines):
+        row = Text()
+        for column in range(screen.columns):
+            cell = screen.buffer[number][column]
+            style = f"{'bold ' if cell.bold else ''}{COLORS.get(cell.fg, cell.fg)}".strip()
+            row.append(cell.data, style=style or None)
+        row.rstrip()
+        rows.append(row)
+    while rows and not rows[-1].plain:
+        rows.pop()
+    return rows
 
 
 if __name__ == "__main__":

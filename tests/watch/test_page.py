@@ -131,6 +131,51 @@ def test_axis_smoothing_log_scale_and_marks_are_switched(open_page, url):
     assert page.locator("#axis").input_value() == "time"
 
 
+# Whether the pixels at which the points of a curve should be, given their values on both axes, have its color.
+ARE_DRAWN_AT = """([title, xs, ys, isLog, color]) => {
+  const { plot } = [...plots.values()].find((each) => each.plot.title === title);
+  const { box } = plot.scale, [, , lowY, highY] = plot.ranges(), scale = isLog ? Math.log : (value) => value;
+  const highX = Math.max(...xs), context = plot.canvas.getContext("2d");
+  return xs.every((x, at) => {
+    const left = box.left + (x / highX) * (box.right - box.left);
+    const share = (scale(ys[at]) - scale(lowY)) / (scale(highY) - scale(lowY));
+    const top = box.bottom - share * (box.bottom - box.top);
+    if (!Number.isFinite(top)) return false;
+    const pixel = context.getImageData(Math.round(left - 0.5), Math.round(top - 0.5), 1, 1).data;
+    return color === "#" + [...pixel.slice(0, 3)].map((each) => each.toString(16).padStart(2, "0")).join("");
+  });
+}"""
+
+
+def test_points_are_at_their_values_on_every_axis_and_scale(open_page, tmp_path):
+    steps = range(1, 31)
+    losses = [10 ** (-step / 10) for step in steps]
+    axes = {"step": list(steps), "time": [step * (step + 1) / 2 for step in steps], "tokens": [s**3 for s in steps]}
+    lines = [
+        {"step": s, "loss": loss, "seconds_per_step": s, "tokens_seen": s**3, "mfu": 0.4}
+        for s, loss in zip(steps, losses, strict=True)
+    ]
+    write_lines(tmp_path / "known" / "metrics.json", *lines)
+    write_lines(tmp_path / "odd" / "metrics.json", *({"step": s, "odd": 1000 if s == 9 else s} for s in range(60)))
+    with serving(tmp_path) as send:
+        page = open_page(f"http://127.0.0.1:{send.port}/{select('known')}")
+        color = drawn(page, "loss")["series"][0]["color"]
+        for is_log in (False, True):
+            if is_log:
+                page.get_by_role("button", name="log", exact=True).click()
+            for axis, xs in axes.items():
+                page.select_option("#axis", axis)
+                page.wait_for_function(ARE_DRAWN_AT, arg=["loss", xs, losses, is_log, color], timeout=5_000)
+                assert not page.evaluate(ARE_DRAWN_AT, ["loss", xs, losses, not is_log, color])
+        drawn(page, "mfu")
+        page = open_page(f"http://127.0.0.1:{send.port}/{select('odd')}")
+        drawn(page, "odd")
+        highest = "[...plots.values()].find((each) => each.plot.title === 'odd').plot.ranges()[3]"
+        assert page.evaluate(highest) > 1000
+        page.get_by_role("button", name="clip outliers").click()
+        page.wait_for_function(f"() => {highest} < 100")
+
+
 def test_hover_keyboard_zoom_reset_and_legend(open_page, url):
     page = open_page(f"{url}/{select('plain')}")
     drawn(page, "loss")
@@ -219,16 +264,15 @@ def test_the_page_fits_in_both_themes_and_widths(open_page, url, width, scheme):
 
 def test_a_running_run_is_followed(open_page, tmp_path, runs):
     shutil.copytree(runs / "plain", tmp_path / "live")
+    config = tmp_path / "live" / "config.yaml"
+    config.write_text(config.read_text().replace("max_steps: 12", "max_steps: 100"))  # so that it is running
     with serving(tmp_path) as send:
         page = open_page(f"http://127.0.0.1:{send.port}")
         assert drawn(page, "loss")["series"][0]["points"] == 12
         write_lines(tmp_path / "live" / "metrics.json", {"step": 13, "loss": 0.5, "new metric": 1.0})
-        page.evaluate("poll()")
         drawn(page, "loss", "drawn.series[0].points === 13")
         assert drawn(page, "new metric")["series"][0]["points"] == 1
         shutil.rmtree(tmp_path / "live")
-        page.wait_for_timeout(1100)
-        page.evaluate("poll()")
         page.wait_for_selector("text=There is no run yet")
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.forked_program import run_command
 from tests.terminals import Terminal, command
 
+from trainwright.errors import HANG_EXIT_CODE
 from trainwright.progress import BottomRows, progress, sparkline
 from trainwright.writers.curves import decimate
 
@@ -36,9 +37,30 @@ class Noisy(Hook):
         while step == 9 and not Path("resized").exists():
             time.sleep(0.01)
 
+class Long(Hook):
+    def after_step(self):
+        while self.trainer.step == 4 and not Path("continue").exists():
+            time.sleep(0.01)
+
 class Waiting(Hook):
     def after_step(self):
         time.sleep(0.35 if self.trainer.step > 3 else 0)
+
+class Stuck(Hook):
+    def after_step(self):
+        time.sleep(0.02)
+        if self.trainer.step == 8:
+            time.sleep(600)
+
+class Lost(Hook):
+    def after_step(self):
+        ranks = self.trainer.ranks
+        print(f"rank {ranks.rank} at {self.trainer.step}")
+        time.sleep(0.1)
+        while self.trainer.step == 8 and ranks.is_first:
+            if Path("continue").exists():
+                os.kill(os.getpid(), 9)
+            time.sleep(0.01)
 
 class Failing(Hook):
     def after_step(self):
@@ -82,6 +104,8 @@ def test_a_wide_terminal_shows_the_panel_below_all_other_output(project):
     text = terminal.all_text()  # the emulator drops lines when it shrinks
     for line in ("printed by user code", "in two parts", "from another process", *(f"burst {n}" for n in range(60))):
         assert text.splitlines().count(line) == 1, line
+    terminal.wait_for("step 9 in progress", "since the last line")
+    assert terminal.shown().splitlines()[-1].startswith("Training")
     terminal.resize(120, 30)
     time.sleep(0.4)  # the next drawing is due
     (project / "resized").touch()
@@ -92,7 +116,7 @@ def test_a_wide_terminal_shows_the_panel_below_all_other_output(project):
     assert re.search(r"\nstep 12/12  loss .*  best valid/loss", text)
     assert re.search(r"\nstep 5  valid/loss", text)
     assert "Finished at step 12." in text
-    assert terminal.screen.margins is None or terminal.screen.margins.bottom == 29, "all rows scroll"
+    assert all_rows_scroll(terminal)
 
 
 def test_a_narrow_terminal_shows_a_live_line_which_a_wide_one_replaces_by_the_panel(project):
@@ -106,6 +130,19 @@ def test_a_narrow_terminal_shows_a_live_line_which_a_wide_one_replaces_by_the_pa
     assert "Received SIGINT" in terminal.all_text()
     assert "── small" not in terminal.shown()
     assert re.search(r"\nstep \d+/30  loss", terminal.all_text())
+
+
+def test_a_narrow_terminal_shows_the_time_of_a_long_step_without_moving_the_cursor(project):
+    terminal = train(project, hook="Long", columns=80, rows=24)
+    terminal.wait_for("step 4 in progress", "since the last line")
+    cursor = (terminal.screen.cursor.x, terminal.screen.cursor.y)
+    terminal.wait_for("0:03 since the last line")
+    assert (terminal.screen.cursor.x, terminal.screen.cursor.y) == cursor  # it may be in the prompt of a debugger
+    (project / "continue").touch()
+    assert terminal.wait() == 0
+    assert "in progress" not in terminal.shown()
+    assert re.search(r"\nstep 12/12  loss", terminal.all_text())
+    assert all_rows_scroll(terminal)
 
 
 def test_an_error_is_shown_below_the_last_values_and_no_output_is_lost(project):
@@ -134,6 +171,49 @@ def test_quiet_runs_and_pipes_have_no_control_characters(project):
     assert done.returncode == 0
     assert "step 12/12  loss" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
+
+
+def all_rows_scroll(terminal):
+    margins = terminal.screen.margins
+    return margins is None or (margins.top, margins.bottom) == (0, terminal.screen.lines - 1)
+
+
+def test_ranks_share_a_terminal_and_the_launcher_frees_it_if_the_first_one_is_killed(project):
+    terminal = command(
+        *("train", "run.yaml", "--nproc", "2", "writers=[console, json]", "log.every_steps=1", "hooks=[noise.Lost]"),
+        cwd=project,
+        env={"OMP_NUM_THREADS": "1"},
+    )
+    terminal.wait_for("── small", "rank 0 at 8", "rank 1 at 8", "in progress")
+    assert not all_rows_scroll(terminal)
+    text = terminal.all_text()
+    for rank in (0, 1):
+        for step in range(1, 9):
+            assert text.count(f"rank {rank} at {step}") == 1
+    assert terminal.shown().count("── small") == 1
+    (project / "continue").touch()
+    assert terminal.wait() == 128 + signal.SIGKILL
+    assert all_rows_scroll(terminal)
+    assert "── small" not in terminal.shown()
+    assert "Rank 0" in terminal.shown()
+
+
+@pytest.mark.parametrize(
+    ("setting", "number", "code"),
+    [
+        ("preemption.deadline_seconds=0.3", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("watchdog.min_seconds=1.0", None, HANG_EXIT_CODE),
+    ],
+)
+def test_a_stuck_run_that_leaves_frees_the_terminal(setting, number, code, project):
+    terminal = train(project, setting, "evaluation=null", hook="Stuck")
+    terminal.wait_for("── small", "step 8 in progress")
+    assert not all_rows_scroll(terminal)
+    if number is not None:
+        os.kill(terminal.process, number)
+    assert terminal.wait() == code
+    assert all_rows_scroll(terminal)
+    assert "── small" not in terminal.shown()
 
 
 def test_a_resumed_run_continues_the_curve(project):

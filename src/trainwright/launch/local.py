@@ -123,6 +123,7 @@ def _replace_torch_log(config: LaunchConfig, notes: Path) -> Iterator[None]:
                     is_alone = config.max_nodes == 1
                     rank = f"Rank {local_rank}" if is_alone else f"Local rank {local_rank} on {socket.gethostname()}"
                     ended = _describe_exit(process, code)
+                    free_terminal()
                     restart = f"Restart {num_failures} of {config.max_restarts}: starting all ranks again."
                     logger.warning("%s %s. %s", rank, ended, restart)
         return False

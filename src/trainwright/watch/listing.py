@@ -121,7 +121,8 @@ def summarize_files(
     else:
         age = (time.time() if now is None else now) - (last_write or 0.0)
         period = (plan.log_every_steps or 0) * (seconds_per_step or 0.0)
-        is_quiet = age > max(_QUIET_SECONDS, 3 * period) or (saved_step is None and last_step is None)
+        has_started = saved_step is not None or last_step is not None or (path / LOG_FILE).exists()
+        is_quiet = age > max(_QUIET_SECONDS, 3 * period) or not has_started
         state = (RESUMABLE if saved_step is not None else EMPTY) if is_quiet else RUNNING
     best = None
     if plan.best_metric is not None:

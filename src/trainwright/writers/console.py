@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.text import Text
 
 from trainwright.backends import memory_in_use
+from trainwright.errors import HostReadError
 from trainwright.events import EventStorage
 from trainwright.log import in_notebook, is_progress_shown
 from trainwright.progress import BottomRows, Phase, clock_text, phases_shown_by, sparkline, stderr_terminal
@@ -31,6 +32,9 @@ from trainwright.writers.writer import RunInfo, Writer
 
 _PANEL_SECONDS, _LINE_SECONDS = 0.5, 0.1
 """The least time between two drawings: the panel takes about four milliseconds, the line half a millisecond."""
+
+_CLOCK_SECONDS, _QUIET_SECONDS = 1.0, 1.0
+"""How often the clock is drawn while no line comes, and after how long without one: together at most two seconds."""
 
 
 class ConsoleWriter(Writer):
@@ -51,6 +55,10 @@ class ConsoleWriter(Writer):
         self._phase: Phase | None = None
         self._timer: threading.Timer | None = None
         self._has_taken_rows = False
+        self._storage: EventStorage | None = None
+        self._line_time = 0.0
+        self._clock_row: BottomRows | None = None
+        self._has_closed = threading.Event()
         # Phases are drawn by their own threads. Reentrant, as a signal handler may print.
         self._lock = threading.RLock()
         self._first: tuple[int, float] | None = None
@@ -92,12 +100,14 @@ class ConsoleWriter(Writer):
         training = {name: value for name, value in line.items() if name not in evaluated}
         left = self._seconds_left(line["step"], storage.max_steps)
         with self._lock:
+            if self._console.is_terminal:
+                self._storage, self._line_time = storage, time.monotonic()
+                self._close_clock()
             if self._panel is not None:
                 self._panel.add(
                     line,
                     evaluated,
                     max_steps=storage.max_steps,
-                    seconds=time.monotonic() - self._start,
                     seconds_left=left,
                     saved_step=storage.saved_step,
                 )
@@ -111,12 +121,15 @@ class ConsoleWriter(Writer):
         if not self._has_taken_rows and (self._rows is not None or self._live is not None):
             self._has_taken_rows = True
             self._phases.enter_context(phases_shown_by(self._show_phase))
+            threading.Thread(target=self._show_clock, name="trainwright-clock", daemon=True).start()
 
     def close(self) -> None:
         """Leaves the last progress line on the screen."""
         self._phases.close()
+        self._has_closed.set()
         with self._lock:
             self._phase = None
+            self._close_clock()
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -168,7 +181,40 @@ class ConsoleWriter(Writer):
             if phase is None and self._phase is None:
                 return
             self._phase = phase
+            self._close_clock()
             self._show_progress(is_due=True)
+
+    def _show_clock(self) -> None:
+        """Shows, in a thread of its own, that a run whose next line takes long is in progress."""
+        while not self._has_closed.wait(_CLOCK_SECONDS):
+            with self._lock:
+                status = self._quiet_status()
+                if status is None or self._has_closed.is_set():
+                    continue
+                if self._rows is not None:
+                    self._show_progress(is_due=True)
+                    continue
+                # The live line is not drawn again: the cursor may be in a prompt of a debugger.
+                descriptor = stderr_terminal()
+                if descriptor is not None:
+                    self._clock_row = self._clock_row or BottomRows(descriptor)
+                    self._clock_row.show([status[: self._console.width - 1]])
+
+    def _quiet_status(self) -> str | None:
+        """Returns the current step and the time since the last line if that is long, and no other work is shown."""
+        seconds = time.monotonic() - self._line_time
+        if self._storage is None or self._phase is not None or seconds < _QUIET_SECONDS:
+            return None
+        try:
+            step = self._storage.step
+        except HostReadError:  # a graph is being captured
+            return None
+        return f"Training  step {step:,} in progress  {clock_text(seconds)} since the last line"
+
+    def _close_clock(self) -> None:
+        if self._clock_row is not None:
+            self._clock_row.close()
+            self._clock_row = None
 
     def _show_progress(self, *, is_due: bool = False) -> None:
         """Draws the newest values if the last drawing is some time ago, or `is_due`."""
@@ -206,10 +252,12 @@ class ConsoleWriter(Writer):
             return
         if self._rows is None:
             self._rows = BottomRows(descriptor)
+        columns = os.get_terminal_size(descriptor).columns
         lines = self._panel.lines(
-            os.get_terminal_size(descriptor).columns,
+            columns,
             memory=memory_in_use(),
-            phase=self._phase,
+            seconds=time.monotonic() - self._start,
+            status=self._quiet_status() if self._phase is None else self._phase.line(columns - 2),
             has_colors=self._console.color_system is not None,
         )
         self._rows.show(lines)

@@ -12,7 +12,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 
 from trainwright.config import KeepBest
-from trainwright.progress import Phase, bar_text, clock_text
+from trainwright.progress import bar_text, clock_text
 from trainwright.safe_text import safe
 from trainwright.writers.curves import Points, better_mode
 from trainwright.writers.notebook import HIDDEN, SPEEDS, CurveHistory, number_text
@@ -22,7 +22,7 @@ MIN_COLUMNS, MIN_ROWS = 100, 20
 """The size of the smallest terminal with a panel."""
 
 _HEIGHT = 12
-_VALUE_COLUMNS = 42
+_VALUE_COLUMNS = 46
 _BOLD, _DIM, _CYAN, _GREEN, _YELLOW = 1, 2, 36, 32, 33
 
 
@@ -45,7 +45,6 @@ class Panel:
         self._saved_step = saved_step
         self._step = 0
         self._max_steps: int | None = None
-        self._seconds = 0.0
         self._seconds_left: float | None = None
 
     def add(
@@ -54,13 +53,11 @@ class Panel:
         evaluated: Mapping[str, Any],
         *,
         max_steps: int | None,
-        seconds: float,
         seconds_left: float | None,
         saved_step: int | None,
     ) -> None:
-        """Adds a line of the log; `seconds` is the time since the start of this process's training."""
-        self._step, self._max_steps = line["step"], max_steps
-        self._seconds, self._seconds_left = seconds, seconds_left
+        """Adds a line of the log."""
+        self._step, self._max_steps, self._seconds_left = line["step"], max_steps, seconds_left
         if saved_step is not None:
             self._saved_step = saved_step
         self._history.add(self._step, {name: value for name, value in line.items() if _is_loss(name)})
@@ -75,8 +72,11 @@ class Panel:
         parts = [f"best {name} {number_text(value)} at {step:,}" for name, (step, value) in self._best.items()]
         return "  ".join(parts[:3])
 
-    def lines(self, columns: int, *, memory: float, phase: Phase | None, has_colors: bool) -> list[str]:
-        """Returns the lines of the panel; `memory` is in bytes."""
+    def lines(self, columns: int, *, memory: float, seconds: float, status: str | None, has_colors: bool) -> list[str]:
+        """Returns the lines of the panel.
+
+        `memory` is in bytes, `seconds` the time since the start of this process's training, and `status` the last row.
+        """
         rule = "─" * max(0, columns - cell_len(self._name) - 6)
         head = f"── {self._name} {rule}"[: columns - 1]
         chart_columns, rows = columns - _VALUE_COLUMNS - 3, _HEIGHT - 3
@@ -93,19 +93,18 @@ class Panel:
             text, code = values[number] if number < len(values) else ("", None)
             right = styled(set_cell_size(text, _VALUE_COLUMNS), code, has_colors=has_colors)
             body.append(f"{chart[number]}  {right}")
-        status = "" if phase is None else phase.line(columns - 2)
         return [
             styled(head, _DIM, has_colors=has_colors),
-            self._progress_line(columns, has_colors=has_colors),
+            self._progress_line(columns, seconds, has_colors=has_colors),
             *body,
-            styled(status, _YELLOW, has_colors=has_colors),
+            styled(status or "", _YELLOW, has_colors=has_colors),
         ]
 
-    def _progress_line(self, columns: int, *, has_colors: bool) -> str:
+    def _progress_line(self, columns: int, seconds: float, *, has_colors: bool) -> str:
         of = f"/{self._max_steps:,}" if self._max_steps else ""
         left = f"step {self._step:,}{of}"
         share = min(1.0, self._step / self._max_steps) if self._max_steps else None
-        times = [clock_text(self._seconds)]
+        times = [clock_text(seconds)]
         if self._seconds_left is not None:
             times.append(f"eta {clock_text(self._seconds_left)}")
         right = "  ".join([f"{share:4.0%}" if share is not None else "", *times])

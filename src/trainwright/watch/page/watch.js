@@ -386,7 +386,7 @@ async function drawAbout(run) {
     anomalies.length > 0 && card("Anomalies", ...anomalies.map((each) => element("p", { class: "alert" }, each.message || `${each.kind} at step ${each.step}`))),
     card("Checkpoints", checkpoints.length ? table(["step", ...metrics, "size", "written"], checkpoints.map((each) => [
       `${each.step.toLocaleString("en-US")}${each.step === best ? " ★" : ""}`, ...metrics.map((name) => (each.metrics[name] == null ? "–" : numberText(each.metrics[name]))), bytesText(each.size), each.created ? moment(each.created) : "",
-    ])) : element("p", { class: "faint" }, "There is none yet.")),
+    ]), { numbers: Array.from({ length: metrics.length + 2 }, (_, index) => index) }) : element("p", { class: "faint" }, "There is none yet.")),
     starts.length > 0 && card("Starts", table(["time", "after step"], starts.map(([step, time]) => [moment(time), step.toLocaleString("en-US")]), { numbers: [1] })),
     card("Environment", table(null, Object.entries(environment))),
     model.class && card("Model", element("p", {}, element("b", {}, model.class), `: ${model.num_parameters.toLocaleString("en-US")} parameters${model.num_frozen ? `, ${model.num_frozen.toLocaleString("en-US")} of them frozen` : ""}`),
