@@ -23,7 +23,7 @@ SOURCES = {
 }
 
 ROWS = (
-    ("safe_text",),
+    ("safe_text", "cpu"),
     ("errors", "log", "tracebacks"),
     ("progress",),
     ("config", "user_code", "http_access"),

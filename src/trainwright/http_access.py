@@ -1,4 +1,4 @@
-"""Who may use a server of this machine: programs of the machine itself, and clients that send a token.
+"""Access to a server on this machine: for programs of the machine itself, and for clients that send a token.
 
 Shared by `trainwright serve` (export/server.py) and `trainwright watch` (watch/server.py).
 """
@@ -15,14 +15,19 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """The addresses that only programs of this machine can reach."""
 
 
-def check_token(token: str) -> None:
-    """Rejects a token that a header cannot carry."""
-    if not (token and token.isascii() and token.isprintable() and " " not in token):
+def check_access(host: str, token: str | None) -> None:
+    """Rejects an address that other machines can reach without a token, and a token that a header cannot carry."""
+    if token is None and host not in LOOPBACK:
+        raise ConfigError(
+            f"--host {host} is reachable from other machines. Set a token, which clients send: --token, or the "
+            "variable that --help names."
+        )
+    if token is not None and not (token and token.isascii() and token.isprintable() and " " not in token):
         raise ConfigError("--token must be printable ASCII text without spaces.")
 
 
 def is_token(given: str, token: str) -> bool:
-    """Compares in constant time, which does not tell how much of a guess is right."""
+    """Compares in constant time, so that the time does not reveal how much of a guess is right."""
     return hmac.compare_digest(given.encode(), token.encode())
 
 

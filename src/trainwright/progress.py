@@ -59,7 +59,7 @@ class Phase:
         return time.monotonic() - self.start
 
     def amounts(self) -> str:
-        """Returns how much is done, and in how long the rest will be, as far as they are known."""
+        """Returns how much is done, and the time left if it can be estimated."""
         parts = [_amount(self.done, self.total, self.unit)] if self.done or self.total else []
         if self.total and 0 < self.done < self.total and self.seconds > 1:
             parts.append(f"{clock_text(self.seconds / self.done * (self.total - self.done))} left")
@@ -115,7 +115,7 @@ def phases_shown_by(display: Callable[[Phase | None], None]) -> Iterator[None]:
 
 
 def free_terminal() -> None:
-    """Erases what is in the last rows of the terminal, for a process that exits, or a worker that exited, uncleanly."""
+    """Erases the last rows of the terminal, after a process or a worker has exited without doing so."""
     if is_terminal(2):
         BottomRows(2).close()
 
@@ -156,7 +156,7 @@ class BottomRows:
         self._write(f"{text}\x1b[0m{_RESTORE_CURSOR}")
 
     def close(self) -> None:
-        """Erases the rows, and what else is below the cursor; the whole terminal scrolls again."""
+        """Erases the rows and everything below the cursor; the whole terminal scrolls again."""
         self._write(f"{_SAVE_CURSOR}{_SCROLL_ALL}{_RESTORE_CURSOR}{_ERASE_BELOW}")
         self._size, self._height = (0, 0), 0
 
@@ -197,20 +197,25 @@ def bar_text(share: float, columns: int) -> str:
 def sparkline(values: Sequence[float], max_columns: int | None = None) -> str:
     """Returns values as a row of bars, the highest one full; a value that is not finite is a gap.
 
-    More values than `max_columns` are averaged.
+    Of more values than `max_columns` a bar is the mean of those that are finite. Empty for fewer than two bars.
 
     >>> sparkline([3.0, 2.0, 1.0])
     '█▄▁'
     """
     if max_columns is not None and len(values) > max_columns:
         edges = [len(values) * number // max_columns for number in range(max_columns + 1)]
-        values = [math.fsum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]
+        values = [_finite_mean(values[start:stop]) for start, stop in pairwise(edges)]
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return ""
     low, high = min(finite), max(finite)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[int((value - low) * scale)] if math.isfinite(value) else " " for value in values)
+
+
+def _finite_mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def clock_text(seconds: float) -> str:
@@ -251,7 +256,7 @@ class _Status:
         return self
 
     def begin(self, phase: Phase) -> None:
-        """Adds work, which a thread of its own shows."""
+        """Adds work, and starts a thread that shows it."""
         with self._lock:
             self._phases.append(phase)
         threading.Thread(target=self._watch, args=(phase,), name="trainwright-progress", daemon=True).start()

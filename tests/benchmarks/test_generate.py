@@ -87,6 +87,20 @@ def test_metrics_can_be_the_users(tmp_path):
     assert [(each["contains"], each["half"]) for each in found] == [(1, 0.5), (0, 0)]
 
 
+@pytest.mark.parametrize("names", [["mine.py:truncated"], ["mine.py:contains"], ["contains", "contains"]])
+def test_two_metrics_with_one_name_are_rejected(tmp_path, names):
+    functions = (f"def {name}(prediction, answer, row):\n    return 1\n" for name in ("truncated", "contains"))
+    (tmp_path / "mine.py").write_text("".join(functions))
+    with raises(ConfigError, "metric", names[-1].rpartition(":")[2]):
+        make(tmp_path, ["a"], metric=names)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": -1.0}, {"temperature": 1.0, "top_p": 2.0}])
+def test_impossible_sampling_is_rejected_before_the_first_step(tmp_path, settings):
+    with raises(ConfigError, *settings.keys() - {"temperature"} or settings):
+        make(tmp_path, ["a"], **settings)
+
+
 @pytest.mark.parametrize(
     ("source", "mentions"),
     [

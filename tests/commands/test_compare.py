@@ -1,6 +1,7 @@
 """`trainwright compare`: what differs between real runs."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,21 @@ def test_json_has_the_best_value_with_its_step(run, project):
     assert found["settings"]["trainer.optimizer.lr"] == [0.01, 0.02]
 
 
+def test_a_requested_chart_is_also_printed_to_a_file_and_without_colors(run):
+    shown = run("one", "two", "--metric", "valid/loss").stdout
+    assert "valid/loss   ━━ one   ━━ two" in shown
+    assert re.search("[⠁-⣿]", shown)
+    assert "\x1b" not in shown
+    assert "━━" not in run("one", "two").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
         (["one"], "two or more"),
         (["one", "three"], "three is not a run folder"),
         (["one", "two", "--metric", "los"], 'Did you mean "loss"?'),
+        (["one", "two", "--metric", "loss", "--json"], "--metric has no effect with --json"),
     ],
 )
 def test_mistakes_are_explained(arguments, part, run):

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -202,6 +203,20 @@ def test_only_run_folders_are_listed_and_one_may_be_passed(root):
     (root / "a file").touch()
     assert [path.name for path in find_runs(root)] == ["half", "whole"]
     assert rows(root / "whole").keys() == {"whole"}
+
+
+def test_a_folder_of_another_user_is_left_out():
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as name:  # not tmp_path, which is closed to other users
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "closed").mkdir(mode=0)
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            assert list(find_runs(folder)) == []
+        finally:
+            os.seteuid(user)
 
 
 def test_an_empty_and_a_missing_folder_are_reported(tmp_path):

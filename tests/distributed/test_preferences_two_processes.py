@@ -7,6 +7,8 @@ from tests.distributed.forked_launch import forget_groups, launch_well
 from tests.trainers import preference_runs as runs
 
 from trainwright import RunConfig, build_trainer, load_checkpoint
+from trainwright.errors import CheckpointError
+from trainwright.trainers.reference_table import TABLE_FILE
 
 LAYOUTS = {"replicate": "runtime.mesh={}", "fsdp": "runtime.mesh={fsdp: 2}"}
 REWARD_HEAD = {"lm_head": {"type": "torch.nn:Linear", "in_features": 32, "out_features": 1, "bias": False}}
@@ -57,6 +59,18 @@ def train(folder):
                 name = [f"name={layout}", f"trainer.max_steps={steps}"]
                 build_trainer(RunConfig.load(folder / f"{case}.yaml", [override, *name])).train()
                 forget_groups()
+    reject_damaged_table(folder)
+
+
+def reject_damaged_table(folder):
+    """Every rank raises, also one that does not read the table."""
+    name = [LAYOUTS["replicate"], "name=replicate", f"trainer.max_steps={STEPS + 1}"]
+    trainer = build_trainer(RunConfig.load(folder / "precomputed.yaml", name))
+    (trainer.folder / TABLE_FILE).write_bytes(b"damaged")
+    trainer.barrier()
+    with pytest.raises(CheckpointError, match="damaged"):
+        trainer.train()
+    forget_groups()
 
 
 @pytest.fixture(scope="module")

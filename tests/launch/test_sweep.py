@@ -206,10 +206,14 @@ def test_the_value_of_a_trial_is_its_last_or_its_best_evaluation(load):
     assert choose({}, load()) is None
 
 
-def test_each_slot_has_a_device_and_a_share_of_the_cores(monkeypatch):
+def test_each_slot_has_a_device_and_a_share_of_the_cores(monkeypatch, tmp_path):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr("trainwright.cpu._QUOTA", quota := tmp_path / "cpu.max")
+    quota.write_text("max 100000\n")
     assert slot_environment(3, 4, ["4", "7"]) == {"CUDA_VISIBLE_DEVICES": "7", "OMP_NUM_THREADS": "2"}
+    quota.write_text("400000 100000\n")  # of a container
+    assert slot_environment(0, 4, []) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert slot_environment(0, 16, []) == {}
 

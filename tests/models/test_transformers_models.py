@@ -75,7 +75,7 @@ def test_the_weights_are_float32_unless_a_dtype_is_named(llama_folder):
 def test_the_kind_of_attention_is_chosen():
     model = build(transformers.LlamaForCausalLM, {**LLAMA, "attn_implementation": "eager"})
     assert model.config._attn_implementation == "eager"
-    with raises(ConfigError, "LlamaForCausalLM", "eagr"):
+    with raises(ConfigError, "LlamaForCausalLM", "eagr", golden=False):  # transformers' text differs between versions
         build(transformers.LlamaForCausalLM, {**LLAMA, "attn_implementation": "eagr"})
 
 

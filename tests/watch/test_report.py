@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from trainwright.cli import app
 from trainwright.errors import TrainwrightError
 from trainwright.watch import report
-from trainwright.watch.report import markdown, sparkline, write_report
-from trainwright.watch.series import Curve
+from trainwright.watch.report import markdown, write_report
 
 
 def invoke(*arguments):
@@ -96,17 +95,6 @@ def test_markdown_of_others_has_no_markup(tmp_path):
     text = markdown(write_hostile_run(tmp_path))
     outside = re.sub(r"`[^`\n]*`", "", text)
     assert re.findall(r"<(?!/?(?:details|summary)>)", outside) == []
-
-
-def test_a_sparkline_has_the_course_of_a_curve():
-    def spark(*values):
-        return sparkline(Curve(np.arange(len(values)), np.array(values, float)))
-
-    assert spark(0, 1, 2, 3, 4, 5, 6, 7) == "▁▂▃▄▅▆▇█"
-    assert spark(1, np.nan, 2) == "▁ █"
-    assert spark(3, 3) == "▁▁"
-    assert spark() == spark(np.nan) == ""
-    assert len(spark(*range(1000))) == 24
 
 
 def test_the_command_writes_where_it_is_told(runs, tmp_path):

@@ -1,7 +1,9 @@
 """What is read of run folders: real ones, damaged ones, and ones that others wrote."""
 
 import json
+import os
 import shutil
+import threading
 import time
 
 import numpy as np
@@ -111,6 +113,14 @@ def test_axes_ascend_and_leave_out_the_time_between_processes():
     assert system.curves["system/memory"].values.tolist() == [5, 6, 8]
 
 
+def test_the_system_log_of_a_month_is_read(tmp_path):
+    facts = {"cpu_cores": 1.0, "memory": 123456789, "memory_available": 123456789, "device_memory": 123456789}
+    start = {"time": 0.0, "step": 0, "start": True}
+    write_lines(tmp_path / "system.json", start, *({"time": 60.0 * n, "step": n, **facts} for n in range(1, 43_201)))
+    assert (tmp_path / "system.json").stat().st_size > 2**22
+    assert len(RunReader(tmp_path, "run").system().curves["system/memory"].steps) == 43_200
+
+
 def test_axes_without_a_system_log_follow_from_the_rates(tmp_path):
     lines = [{"step": 10 * n, "seconds_per_step": 0.5, "tokens_per_second": 100.0} for n in range(1, 5)]
     write_lines(tmp_path / "metrics.json", *lines)
@@ -173,6 +183,7 @@ def test_the_log_is_read_from_an_offset_and_at_most_its_end(tmp_path):
     assert first == {"text": "one\ntwo\n", "offset": 8, "begins": 0}
     path.write_text("one\ntwo\nthree\n")
     assert reader.log(8) == {"text": "three\n", "offset": 14, "begins": 8}
+    assert reader.log(-5) == reader.log()
     path.write_text("line of a long log\n" * 100_000)
     end = reader.log(8)
     assert len(end["text"]) <= 2**17
@@ -226,9 +237,31 @@ def test_nothing_outside_of_the_run_folder_is_read(tmp_path):
     assert reader.log()["text"] == ""
     assert reader.environment() == {}
     assert reader.names() == []
+    assert reader.summary().step is None
     assert reader.image("00000001-0.png") is None
     assert reader.image("../log.txt") is None
     assert len(reader.media()["images"][HOSTILE]) == 1
+
+
+def test_a_pipe_does_not_block_the_reader(tmp_path):
+    for name in ("log.txt", "metrics.json", "config.yaml", "system.json"):
+        os.mkfifo(tmp_path / name)
+    reader = RunReader(tmp_path, "run")
+    reader.load()
+    assert reader.log()["text"] == ""
+    assert reader.summary().loss is None
+    assert reader.describe()["names"] == []
+
+
+def test_a_file_that_cannot_be_parsed_does_not_end_the_loader(caplog):
+    def fail():
+        raise MemoryError
+
+    loader, is_read = Loader(), threading.Event()
+    loader.add(fail)
+    loader.add(lambda: is_read.set() or False)
+    assert is_read.wait(10)
+    assert "MemoryError" in caplog.text
 
 
 def test_secrets_and_control_characters_are_not_shown(tmp_path):

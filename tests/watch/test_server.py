@@ -210,5 +210,7 @@ def test_a_token_is_accepted_in_the_url_then_as_a_cookie_and_as_a_header(runs):
 def test_a_token_that_no_header_can_carry_and_a_used_port_are_rejected(runs):
     with raises(ConfigError, "--token"):
         make_server(runs, port=0, token="two words")
+    with raises(ConfigError, "0.0.0.0", "--token"):
+        make_server(runs, host="0.0.0.0", port=0)
     with serving(runs) as send, raises(ConfigError, "--port", golden=False):
         make_server(runs, port=send.port)

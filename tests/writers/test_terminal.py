@@ -1,5 +1,6 @@
 """`trainwright train` in a terminal: the panel, the live line, what user code prints, Ctrl-C and resizing."""
 
+import math
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from tests.forked_program import run_command
 from tests.terminals import Terminal, command
 
 from trainwright.errors import HANG_EXIT_CODE
-from trainwright.progress import BottomRows, progress
+from trainwright.progress import BottomRows, progress, sparkline
 from trainwright.writers.curves import decimate
 
 RUN = Path(__file__).parents[1] / "project" / "run.yaml"
@@ -306,6 +307,15 @@ def test_rows_are_given_up_where_the_terminal_is_too_small():
     assert terminal.wait() == 0
     assert "more" in terminal.shown()
     assert "two" not in terminal.shown()
+
+
+def test_a_sparkline_has_the_course_of_its_values():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1, math.nan, 2]) == "▁ █"
+    assert sparkline([3, 3]) == "▁▁"
+    assert sparkline([]) == sparkline([math.nan]) == ""
+    assert len(sparkline(range(1000), 24)) == 24
+    assert sparkline([0, math.nan, 2, 2], 2) == "▁█"  # a value that is not finite does not hide the others
 
 
 def test_a_chart_needs_few_points():

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainwright.backends.backend import pick_backend
 from trainwright.backends.checkup import DeviceFacts, device_facts, device_problems
+from trainwright.cpu import num_cores
 from trainwright.hooks.flops import known_peak, measure_matrix_rate
 from trainwright.progress import progress
 
@@ -36,12 +37,14 @@ EXTRAS: Mapping[str, str] = {
     "fsspec": "data and checkpoints at http:// and other addresses",
     "gcs": "data and checkpoints at gs://",
     "huggingface_hub": "downloads of pretrained models, uploads of exports",
+    "lm_eval": "tasks of lm-eval, in `trainwright evaluate --tasks`",
     "metrics": "metrics of torchmetrics",
     "mlflow": "the writer mlflow",
     "parquet": "Parquet files, cached results of data.process",
     "peft": "adapters of PEFT",
     "plot": "plots with matplotlib",
     "s3": "data and checkpoints at s3://",
+    "sweep": "`trainwright sweep`, with Optuna",
     "tensorboard": "the writer tensorboard",
     "timm": "models and transforms of timm",
     "tpu": "TPUs",
@@ -49,7 +52,7 @@ EXTRAS: Mapping[str, str] = {
     "transformers": "models and tokenizers of transformers",
     "wandb": "the writer wandb",
 }
-"""What each extra of the package adds."""
+"""The features that each extra of the package adds."""
 
 _NOT_FEATURES = ("all", "dev", "benchmarks")
 _DISK_BYTES = 64 * 2**20
@@ -57,7 +60,7 @@ _SECONDS = 0.6  # of each measurement of throughput
 _SLOW_DISK = 100e6
 _SMALL_SHARED_MEMORY = 2**30
 _LEAST_SHARE_OF_PEAK = 0.5
-_MEMORY_INFO, _MOUNTS, _CPU_QUOTA = Path("/proc/meminfo"), Path("/proc/mounts"), Path("/sys/fs/cgroup/cpu.max")
+_MEMORY_INFO, _MOUNTS = Path("/proc/meminfo"), Path("/proc/mounts")
 _NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p")
 
 
@@ -81,7 +84,7 @@ class Advice:
 
 @dataclass
 class Report:
-    """What `trainwright doctor` shows."""
+    """The output of `trainwright doctor`."""
 
     facts: dict[str, str]
     extras: list[Extra]
@@ -113,7 +116,7 @@ def examine(folder: Path, *, measures: bool = True) -> Report:
 
 
 def find_extras() -> list[Extra]:
-    """Returns the package's extras from its metadata, with what of each is not installed."""
+    """Returns the package's extras from its metadata, each with its packages that are not installed."""
     packages: dict[str, list[str]] = {}
     for requirement in metadata("trainwright").get_all("Requires-Dist") or ():
         found = re.match(r"([A-Za-z0-9._-]+)[^;]*;.*extra == ['\"]([\w-]+)['\"]", requirement)
@@ -146,7 +149,7 @@ def _facts(devices: DeviceFacts, folder: Path) -> dict[str, str]:
         "device": devices.device,
         "devices": f"{len(devices.names)}: {', '.join(devices.names)}" if len(devices.names) > 1 else "",
         "driver": devices.driver or "none",
-        "cores": f"{_num_cores()} of {os.cpu_count()}",
+        "cores": f"{num_cores()} of {os.cpu_count()}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", f"not set; torch uses {torch.get_num_threads()} threads"),
         "memory": f"{_gigabytes(memory.get('MemAvailable'))} of {_gigabytes(memory.get('MemTotal'))} available",
         "/dev/shm": "" if shared is None else _gigabytes(shared),
@@ -156,7 +159,7 @@ def _facts(devices: DeviceFacts, folder: Path) -> dict[str, str]:
 
 
 def _processor_advice(devices: DeviceFacts) -> Iterator[Advice]:
-    cores, given = _num_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    cores, given = num_cores(), os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > cores:
         yield Advice(
             f"OMP_NUM_THREADS is {given}, but this process may use {cores} cores.",
@@ -283,7 +286,7 @@ def _measure_loader(report: Report) -> None:
         rates = {num_workers: _loader_rate(num_workers) for num_workers in (0, 1, 2)}
         shown = ", ".join(f"{number} workers {rate:,.0f}" for number, rate in rates.items())
         report.measurements["data loader"] = f"samples/s: {shown}"
-        if _num_cores() > 2 and rates[2] < rates[0]:
+        if num_cores() > 2 and rates[2] < rates[0]:
             advice = "Look at /dev/shm and at other programs on this machine; `data.num_workers: 0` may be faster here."
             report.advice.append(Advice("Two data workers are slower than none.", advice))
 
@@ -327,15 +330,6 @@ def _tokenizer_rate(tokenizer: Any, texts: list[str]) -> float:
     while (passed := time.perf_counter() - start) < _SECONDS / 2:
         num_words += sum(len(each.ids) for each in tokenizer.encode_batch(texts))
     return num_words / passed
-
-
-def _num_cores() -> int:
-    """Returns the cores that this process may use, also in a container with a quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):
-        quota, period = _CPU_QUOTA.read_text(encoding="ascii").split()
-        cores = min(cores, max(1, round(int(quota) / int(period))))  # "max" is no number: without a quota
-    return cores
 
 
 def _memory_info() -> dict[str, int]:

@@ -325,6 +325,8 @@ def _remarks(run: ImaginaryRun) -> list[str]:
     reserved = {} if run.config.model is None else run.config.model.reserved
     if "offload" in reserved and run.on_gpu:
         found.append(f"model.offload keeps {run.host.most / 1e9:.1f} GB on the host, in addition.")
+    elif "offload" in reserved:
+        found.append("model.offload has no effect on runtime.device: cpu. Set it to auto to count a GPU.")
     if run.mesh.size("pipeline") > 1:
         found.append("Pipeline stages differ: use --rank to see the first rank of another.")
     if run.config.runtime.mode != "eager":

@@ -101,7 +101,7 @@ class ImaginaryRun:
     forward_contexts: list[ForwardContext]
     """Context managers around every `run_forward` of the trainer."""
     host: HostBytes
-    """What `model.offload` keeps on the host."""
+    """The bytes that `model.offload` keeps on the host."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -455,9 +455,9 @@ class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_repeated(self, frame: FrameType) -> bool:
         """Returns True if one line of one call has read many values, and then counts from the start."""
-        place = id(frame), frame.f_lineno  # not the frame itself, which would keep its tensors
-        self._num_equal_reads = self._num_equal_reads + 1 if place == self._last_read else 0
-        self._last_read = place if self._num_equal_reads < _MAX_EQUAL_READS else None
+        line = id(frame), frame.f_lineno  # not the frame itself, which would keep its tensors
+        self._num_equal_reads = self._num_equal_reads + 1 if line == self._last_read else 0
+        self._last_read = line if self._num_equal_reads < _MAX_EQUAL_READS else None
         return self._last_read is None
 
 

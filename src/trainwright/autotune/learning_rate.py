@@ -27,7 +27,7 @@ _WIDTH_IN_DECADES = 0.25
 _MIN_DESCENT = 0.02
 """The share of the initial loss by which the curve has to fall."""
 _MIN_SIGNAL = 4.0
-"""How many standard errors of the smoothed curve the descent has to exceed."""
+"""The number of standard errors of the smoothed curve that the descent must exceed."""
 _SHARE = 0.9
 """The share of the descent at the suggested rate."""
 _ROBUST = 1.4826

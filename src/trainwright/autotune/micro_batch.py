@@ -56,7 +56,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class MicroBatchTime:
-    """What a step with micro-batches of this size needs; a size that does not fit has no time."""
+    """The cost of a step with micro-batches of this size; a size that does not fit has no time."""
 
     size: int
     seconds_per_sample: float | None

@@ -1,4 +1,4 @@
-"""What the trial runs of learning_rate.py and workers.py share: settings, and an end without a checkpoint."""
+"""The settings of the trial runs of learning_rate.py and workers.py, and their end without a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step waits for data with a number of loader processes, and the number that is enough.
+"""Measures the time that a step waits for data with a number of loader processes, and selects a number.
 
 `DataWait` is a hook that measures one number in a trial run; api/tune.py runs one trial for each.
 """

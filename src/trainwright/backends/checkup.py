@@ -1,4 +1,4 @@
-"""What torch and the driver say about the devices of this machine, for `trainwright doctor`."""
+"""Facts about the devices of this machine, from torch and the driver, for `trainwright doctor`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class DeviceFacts:
     """The devices of a machine."""
 
     device: str
-    """What `runtime.device: auto` selects."""
+    """The device that `runtime.device: auto` selects."""
     names: tuple[str, ...]
     """All accelerators that torch sees."""
     driver: str | None
     """The driver of NVIDIA's or AMD's GPUs, whether torch can use it or not."""
     toolkit: str | None
-    """What torch was built with, such as CUDA 13.0; None for the CPU only."""
+    """The toolkit that torch was built with, such as CUDA 13.0; None for the CPU only."""
     dtypes: tuple[torch.dtype, ...]
     """The dtypes that a run is likely to multiply in on this device."""
     memory_in_use_by_others: int

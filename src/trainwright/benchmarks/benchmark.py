@@ -31,14 +31,14 @@ class Benchmark:
         raise NotImplementedError(f"{type(self).__name__} must define load().")
 
     def check(self, model: nn.Module, samples: Sequence[Any]) -> None:
-        """Raises if the model cannot be asked some sample, before the first step."""
+        """Raises for a sample that the model cannot process, before the first step."""
 
     def length_of(self, sample: Any) -> int:
         """Returns the length of a sample. Samples of similar lengths share a batch, the longest come first."""
         return 0
 
     def run_batch(self, model: nn.Module, samples: Sequence[Any], all_agree: AllAgree) -> Sequence[Mapping[str, Any]]:
-        """Returns a mapping for each sample: the values of `metrics`, and what the file of results has besides them.
+        """Returns a mapping for each sample: the values of `metrics`, and further facts for the file of results.
 
         A value of None is not counted. The model is in evaluation mode, and gradients are disabled. With sharded
         parameters every rank must call the model equally often: a loop that may end early asks `all_agree` first.
@@ -56,7 +56,7 @@ class ConfiguredBenchmark:
     batch_size: int = 8
     """Samples per call of `run_batch`, on one rank."""
     log_samples: int = 100
-    """How many samples the file of results has, in the order of the samples."""
+    """The number of samples in the file of results: the first ones."""
     where: object | None = None
 
     def __len__(self) -> int:

@@ -32,18 +32,20 @@ from trainwright.data.order import mix_seed
 from trainwright.data.sources.locations import Paths
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
 from trainwright.errors import ComponentError, ConfigError, DataError
-from trainwright.models.generation import reject_non_decoder, room_after, sample_completions
+from trainwright.models.generation import Sampling, reject_non_decoder, room_after, sample_completions
 from trainwright.registry import resolve as registry
 from trainwright.user_code.locations import location_of
 
 METRICS = ("exact_match", "contains")
-"""The built-in metrics of a completion."""
+"""The built-in metrics that compare a completion with an answer."""
+TRUNCATED = "truncated"
+"""The metric that every benchmark of this type has."""
 
 
 @dataclass(frozen=True)
 class _Task:
     number: int
-    """Of its row in the file, counted from 0."""
+    """The number of its row in the file, counted from 0."""
     row: Row
     prompt: str
     is_chat: bool
@@ -79,8 +81,8 @@ def complete(
         return tokenizer.decode([token for token in tokens if token < tokenizer.vocab_size])
 
     def cut(text: str) -> tuple[str, bool]:
-        places = [place for each in stop_texts if (place := text.find(each)) >= 0]
-        return (text[: min(places)], True) if places else (text, False)
+        starts = [start for each in stop_texts if (start := text.find(each)) >= 0]
+        return (text[: min(starts)], True) if starts else (text, False)
 
     def ended_rows(tokens: Tensor) -> Tensor:
         return torch.tensor([cut(decode(row))[1] for row in tokens.tolist()])
@@ -162,13 +164,14 @@ class Generate(Benchmark):
             fewshot_delimiter=fewshot_delimiter,
         )
         self._functions = _metrics_of([metric] if isinstance(metric, str) else list(metric), project_dir)
-        self.metrics = {**dict.fromkeys(self._functions, "max"), "truncated": "min"}
+        self.metrics = {**dict.fromkeys(self._functions, "max"), TRUNCATED: "min"}
         self._answer = answer
         self._max_new_tokens = max_new_tokens
         self._stop_texts = [each for each in ([stop] if isinstance(stop, str) else stop) if each]
         self._extract, self._extract_answer = _pattern(extract, "extract"), _pattern(extract_answer, "extract_answer")
         self._ignore_case, self._ignore_punctuation = ignore_case, ignore_punctuation
         self._sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        Sampling(max_new_tokens=max_new_tokens, **self._sampling)  # rejects impossible values before the first step
         self._seed = seed
         self._num_fewshot, self._fewshot_path = num_fewshot, fewshot_path
         self._max_samples = max_samples
@@ -193,7 +196,7 @@ class Generate(Benchmark):
         return tasks
 
     def check(self, model: nn.Module, samples: Sequence[_Task]) -> None:
-        """Rejects a model that is no decoder, and prompts that it has too few positions or embeddings for."""
+        """Rejects a model that is not a decoder, and prompts that exceed its positions or embeddings."""
         reject_non_decoder(model)
         for each in samples:
             room = room_after(model, len(each.ids))
@@ -242,7 +245,7 @@ class Generate(Benchmark):
             "prediction": prediction,
             "answer": task.answers[0] if len(task.answers) == 1 else task.answers,
             **values,
-            "truncated": float(completion.is_truncated),
+            TRUNCATED: float(completion.is_truncated),
         }
 
     def _comparable(self, text: str) -> str:
@@ -307,6 +310,11 @@ def _metrics_of(names: Sequence[str], project_dir: str | Path | None) -> dict[st
     }
     found: dict[str, Callable[..., Any]] = {}
     for name in names:
+        own = name.rpartition(":")[2]
+        if own in found or own == TRUNCATED or (":" in name and own in METRICS):
+            raise ConfigError(
+                f"metric: {name!r} has the name of another metric, {own}. Rename the function, or remove it."
+            )
         if name in built_in:
             found[name] = built_in[name]
             continue
@@ -322,7 +330,7 @@ def _metrics_of(names: Sequence[str], project_dir: str | Path | None) -> dict[st
             raise ConfigError(
                 f"metric: {name} must accept (prediction, answer, row): {error}.", where=location_of(function)
             ) from error
-        found[name.rpartition(":")[2]] = function
+        found[own] = function
     return found
 
 

@@ -37,7 +37,7 @@ _LETTERS = string.ascii_uppercase
 @dataclass(frozen=True)
 class _Question:
     number: int
-    """Of its row in the file, counted from 0."""
+    """The number of its row in the file, counted from 0."""
     prompt: str
     choices: list[str]
     answer: int
@@ -120,7 +120,7 @@ class MultipleChoice(Benchmark):
         return read_samples(self._rows, self._max_samples, lambda number, row: self._read(number, row, examples))
 
     def check(self, model: nn.Module, samples: Sequence[_Question]) -> None:
-        """Rejects a model that is no decoder, and questions that it has too few positions or embeddings for."""
+        """Rejects a model that is not a decoder, and questions that exceed its positions or embeddings."""
         reject_non_decoder(model)
         positions = room_after(model, 1)
         for each in samples:
@@ -210,7 +210,7 @@ def _number_of(answer: Any, choices: list[str], labels: Sequence[Any] | None, *,
         known = [str(each) for each in labels]
         if str(answer) in known:
             return known.index(str(answer))
-        raise DataError(f"{name} is {answer!r:.60}, which is none of the labels {', '.join(known)}.")
+        raise DataError(f"{name} is {answer!r:.60}, which is not one of the labels {', '.join(known)}.")
     if isinstance(answer, str):
         if choices.count(answer) == 1:
             return choices.index(answer)
@@ -224,6 +224,6 @@ def _number_of(answer: Any, choices: list[str], labels: Sequence[Any] | None, *,
             f"{name} is {answer}, but there are {len(choices)} choices. Use a number from 0 to {len(choices) - 1}."
         )
     raise DataError(
-        f"{name} is {answer!r:.60}, which is no choice. Use a number from 0 to {len(choices) - 1}, the text of one "
+        f"{name} is {answer!r:.60}, which is not a choice. Use a number from 0 to {len(choices) - 1}, the text of one "
         "choice, or its letter."
     )

@@ -2,7 +2,7 @@
 
     open_rows(path) → rows → Prompts.context(row) → text → tokens
 
-multiple_choice.py and generate.py say what is asked about a prompt.
+multiple_choice.py and generate.py define the benchmarks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def open_rows(path: Paths, *, project_dir: str | Path | None) -> Any:
 
 
 def read_samples(rows: Any, max_samples: int | None, read: Callable[[int, Row], T]) -> list[T]:
-    """Returns what `read` makes of the number and the values of each of the first rows."""
+    """Returns the result of `read(number, row)` for each of the first rows."""
     samples = []
     for number in range(len(rows) if max_samples is None else min(len(rows), max_samples)):
         with located(rows, number):
@@ -57,8 +57,9 @@ def located(rows: Any, number: int) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        place = rows.describe_row(number)
-        raise DataError(error.problem if error.problem.startswith(place) else f"{place}: {error.problem}") from error
+        location = rows.describe_row(number)
+        problem = error.problem if error.problem.startswith(location) else f"{location}: {error.problem}"
+        raise DataError(problem) from error
 
 
 def field_of(row: Row, name: str) -> Any:
@@ -82,7 +83,7 @@ def text_of(value: Any, name: str) -> str:
 
 @dataclass(frozen=True)
 class Context:
-    """What comes before an answer."""
+    """The text before an answer."""
 
     text: str
     is_chat: bool
@@ -91,7 +92,7 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """How a row becomes a prompt."""
+    """The settings that turn a row into a prompt."""
 
     tokenizer: TextTokenizer
     template: str
@@ -205,7 +206,7 @@ def examples_for(asked: Any, examples: Sequence[tuple[Any, str]], num_fewshot: i
 
 
 def check_settings(num_fewshot: int, fewshot_path: Paths | None, max_samples: int | None) -> None:
-    """Rejects settings of every benchmark of questions that have no effect or cannot be."""
+    """Rejects invalid settings, and those without effect, of the parameters that all benchmarks share."""
     if type(num_fewshot) is not int or num_fewshot < 0:
         raise ConfigError(f"num_fewshot: {num_fewshot!r} is not a number of examples. Use 0 or more.")
     if num_fewshot and fewshot_path is None:
@@ -217,7 +218,7 @@ def check_settings(num_fewshot: int, fewshot_path: Paths | None, max_samples: in
 
 
 def check_tokens(model: nn.Module, ids: Sequence[int], tokenizer: TextTokenizer) -> None:
-    """Rejects tokens that a model has no embedding for."""
+    """Rejects tokens without an embedding in the model."""
     size = vocabulary_size(model)
     if size is not None and max(ids) >= size:
         raise DataError(

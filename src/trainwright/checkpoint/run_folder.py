@@ -114,7 +114,7 @@ def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str 
 
 
 def save_model_summary(folder: Path, model: torch.nn.Module, num_parameters: int) -> None:
-    """Writes model.json, for people: the classes and parameters of the model and its modules, two levels deep.
+    """Writes model.json, a summary: the classes and parameters of the model and its modules, two levels deep.
 
     `num_parameters` is that of the whole model, of which a pipeline stage has only its own modules.
     """

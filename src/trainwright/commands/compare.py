@@ -55,13 +55,14 @@ def compare(
         raise ConfigError(f"compare shows at most {_MAX_RUNS} runs; got {len(runs)}.")
     folders = [_find(run) for run in runs]
     found = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    drawn = metric or ["loss"]
     known = dict.fromkeys(name for run in found for name in run.curves)
     for name in metric or ():
         if name not in known:
             raise ConfigError(f"--metric: no run has logged {name!r}. {suggest(name, known)}")
     settings = _differences([run.settings for run in found], without=_OWN)
     environments = _differences([run.environment for run in found], without=("run_id",))
+    if as_json and metric:
+        raise ConfigError("--metric has no effect with --json, which has all metrics. Remove one of them.")
     if as_json:
         metrics = {name: {run.name: _values(run, name) for run in found} for name in known}
         print(json_text({"settings": settings, "metrics": metrics, "environment": environments}, indent=2))
@@ -73,8 +74,8 @@ def compare(
     show_rows(("metric: last (best)", *names), rows)
     print()
     _show_differences("environment", names, environments, same="The environments are the same.")
-    if sys.stdout.isatty():
-        for name in drawn:
+    if metric or sys.stdout.isatty():
+        for name in metric or ("loss",):
             _draw(name, found)
 
 
@@ -115,7 +116,7 @@ def _differences(facts: Sequence[Mapping[str, Any]], *, without: Sequence[str]) 
 
 
 def _values(run: _Run, metric: str) -> dict[str, Any] | None:
-    """Returns the last value of a metric, and the best one with its step if it is known which is better."""
+    """Returns the last value of a metric, and the best one with its step if it is known whether lower is better."""
     points = run.curves.get(metric)
     if not points:
         return None
@@ -152,7 +153,7 @@ def _draw(metric: str, runs: Sequence[_Run]) -> None:
     curves = {run.name: run.curves.get(metric, []) for run in runs}
     if not any(curves.values()):
         return
-    has_colors = "NO_COLOR" not in os.environ
+    has_colors = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     columns = min(120, shutil.get_terminal_size().columns - 1)
     legend = "   ".join(
         styled(f"━━ {safe(name)}", COLORS[number], has_colors=has_colors) for number, name in enumerate(curves)

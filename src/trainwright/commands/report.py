@@ -23,7 +23,7 @@ def report(
     from trainwright.watch.listing import METRICS_FILE
 
     if not any((run / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
-        why = f"it has neither {CONFIG_FILE} nor {METRICS_FILE}" if run.is_dir() else "there is no such folder"
+        why = f"it has neither {CONFIG_FILE} nor {METRICS_FILE}" if run.is_dir() else "the folder does not exist"
         raise TrainwrightError(f"{run} is not a run folder: {why}. Pass runs/NAME; trainwright runs lists them.")
     try:
         if not markdown:

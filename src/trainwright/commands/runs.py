@@ -23,7 +23,7 @@ from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.progress import sparkline
 from trainwright.safe_text import json_text, safe
-from trainwright.watch.listing import METRICS_FILE, RunSummary, find_runs, lines_from_end, summarize
+from trainwright.watch.listing import METRICS_FILE, RunSummary, find_runs, lines_from_end, open_regular, summarize
 
 _CURVE_COLUMNS = 16
 _NUM_PARTS, _PART_BYTES = 32, 4096  # the parts of a large metrics.json that its curve is drawn from
@@ -115,7 +115,7 @@ def _sampled_values(folder: Path, metric: str) -> list[float]:
     """Returns values of a metric in the order of the file: all of a small file, of a large one those in some parts."""
     lines: list[bytes] = []
     try:
-        with (folder / METRICS_FILE).open("rb") as file:
+        with open_regular(folder / METRICS_FILE) as file:
             size = file.seek(0, os.SEEK_END)
             num_parts = 1 if size <= _NUM_PARTS * _PART_BYTES else _NUM_PARTS
             for number in range(num_parts):

@@ -42,11 +42,11 @@ def serve(
     """
     from trainwright.backends.backend import pick_backend
     from trainwright.export.chat import chat_format, find_chat_template
-    from trainwright.export.server import ServedModel, check_address, make_server
+    from trainwright.export.server import ServedModel, make_server
     from trainwright.export.text import load_text_model
-    from trainwright.http_access import url_host
+    from trainwright.http_access import check_access, url_host
 
-    check_address(host, token)
+    check_access(host, token)  # before the model is loaded
     backend_device = pick_backend(device).device
     model, found = load_text_model(
         run, step=step, weights=weights, device=backend_device, tokenizer=tokenizer, trust=trust

@@ -28,6 +28,7 @@ from trainwright.commands.terminal import (
     temporary_folder,
 )
 from trainwright.config import RunConfig
+from trainwright.cpu import num_cores
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.launch.local import is_launched, launch, leave_if_explained, note_explained_error
 from trainwright.log import outlive_console, show_log
@@ -159,9 +160,9 @@ def draw_curve(
     lines = [f"{labels.get(number, ''):>9} |{''.join(row)}".rstrip() for number, row in enumerate(grid)]
     axis = [" "] * (_WIDTH + 8)
     for power in range(math.ceil(start), math.floor(start + span) + 1):
-        place = column(10.0**power)
+        left = column(10.0**power)
         for offset, letter in enumerate(f"1e{power}"):
-            axis[place + offset] = letter
+            axis[left + offset] = letter
     return ["     loss", *lines, f"{'':9} +{'-' * _WIDTH}", f"{'':11}{''.join(axis)}".rstrip(), f"{'':11}learning rate"]
 
 
@@ -281,8 +282,7 @@ def workers(
 
 def _read_counts(text: str | None) -> list[int]:
     if text is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return [0, *(2**power for power in range(max(1, cores).bit_length()))]
+        return [0, *(2**power for power in range(num_cores().bit_length()))]
     words = [each.strip() for each in text.split(",")]
     if not all(each.isdecimal() for each in words):
         raise ConfigError(f"--counts: {text!r} is not a list of whole numbers such as 0,1,2,4.")

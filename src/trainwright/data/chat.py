@@ -223,7 +223,7 @@ def _read_instruction(given: Mapping[str, Any]) -> list[Message]:
 
 
 def _read_system(given: Mapping[str, Any]) -> list[Message]:
-    """Returns the message in the field `system`, which some rows have beside the conversation."""
+    """Returns the message of the field `system`, which some rows have in addition to the conversation."""
     text = given.get("system", "")
     if not isinstance(text, str):
         raise DataError(f"system is {_kind(text)}. Use text.")
@@ -401,7 +401,7 @@ def read_template(given: str, project_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class _Template:
-    """A Jinja template with what it is rendered with."""
+    """A Jinja template and the values that it is rendered with."""
 
     text: str
     special_tokens: Mapping[str, str]

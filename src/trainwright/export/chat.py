@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from trainwright.checkpoint.run_folder import find_run, read_config
-from trainwright.data.chat import CHATML, PROBE, Message, find_turn_end, render_chat, render_prompt
+from trainwright.data.chat import CHATML, PROBE, Message, find_turn_end, read_template, render_chat, render_prompt
 from trainwright.data.tokenizer import TextTokenizer
 from trainwright.errors import ConfigError, DataError
 from trainwright.export.text import Continuation
@@ -19,7 +19,7 @@ from trainwright.models.pretrained import CONFIG_FILE
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How conversations become tokens, and what ends a turn of the assistant."""
+    """The format of conversations as tokens, and the end of the assistant's turn in it."""
 
     tokenizer: Any
     renderer: Any
@@ -70,13 +70,7 @@ def find_chat_template(run_or_folder: Path, *, trust: bool = False) -> str | Non
         return None  # part of its tokenizer
     config = read_config(find_run(run_or_folder)[0], trust=trust)
     given = None if config is None or config.data.train is None else _find_setting(config.data.train, "chat_template")
-    if config is None or given is None or "{" in given:
-        return given
-    file = Path(config.project_dir) / Path(given).expanduser()
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.train: the chat_template cannot be read: {error}.", where=file) from error
+    return None if config is None or given is None else read_template(given, Path(config.project_dir))
 
 
 def _find_setting(value: Any, name: str) -> str | None:

@@ -6,9 +6,7 @@ lm-eval's; benchmarks/ has ours.
 
 from __future__ import annotations
 
-import logging
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,12 @@ from trainwright.errors import ConfigError, DataError
 from trainwright.export.huggingface import save_tokenizer
 from trainwright.models.generation import room_after
 from trainwright.models.scoring import Score, score_continuations
+from trainwright.progress import progress
 from trainwright.writers.benchmark_results import BenchmarkResult, MetricValue
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_LENGTH = 2048
 """The tokens of a row for models without a limit, as in lm-eval."""
 DEFAULT_MAX_NEW_TOKENS = 256
-_REPORT_EVERY_SECONDS = 10.0
 
 
 def run_tasks(
@@ -245,14 +241,12 @@ def _adapter_class() -> Callable[..., Any]:
             """Returns the answer to each row; rows of similar lengths share a batch, the longest come first."""
             order = sorted(range(len(rows)), key=lambda number: -length_of(rows[number]))
             answers: list[Any] = [None] * len(rows)
-            reported = time.monotonic()
-            for start in range(0, len(order), self.batch_size):
-                which = order[start : start + self.batch_size]
-                for number, one in zip(which, answer([rows[each] for each in which], which), strict=True):
-                    answers[number] = one
-                if time.monotonic() - reported > _REPORT_EVERY_SECONDS:
-                    reported = time.monotonic()
-                    logger.info("lm-eval: %d of %d requests", start + len(which), len(order))
+            with progress("Answering lm-eval", total=len(rows), unit="requests") as advance:
+                for start in range(0, len(order), self.batch_size):
+                    which = order[start : start + self.batch_size]
+                    for number, one in zip(which, answer([rows[each] for each in which], which), strict=True):
+                        answers[number] = one
+                    advance(len(which))
             return answers
 
     return CheckpointLM

@@ -27,7 +27,7 @@ from trainwright.data.chat import read_messages
 from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.export.chat import ChatFormat
 from trainwright.export.text import Continuation, seeded_generator
-from trainwright.http_access import LOOPBACK, check_token, is_loopback, is_token, listen
+from trainwright.http_access import check_access, is_loopback, is_token, listen
 from trainwright.models.generation import Sampling
 from trainwright.safe_text import safe
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
 READ_SECONDS = 30
-"""How long a client may take to send its request; others wait meanwhile."""
+"""The time that a client has to send its request; others wait meanwhile."""
 
 
 class RequestError(Exception):
@@ -54,7 +54,7 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """A model with what its answers need."""
+    """A model, and the facts that its answers need."""
 
     name: str
     model: nn.Module
@@ -64,17 +64,6 @@ class ServedModel:
     """Seconds since 1970."""
 
 
-def check_address(host: str, token: str | None) -> None:
-    """Rejects an address that other machines can reach without a token."""
-    if token is None and host not in LOOPBACK:
-        raise ConfigError(
-            f"--host {host} is reachable from other machines. Set a token, which clients send as their API key: "
-            "--token, or the variable TRAINWRIGHT_SERVE_TOKEN."
-        )
-    if token is not None:
-        check_token(token)
-
-
 def make_server(
     served: ServedModel, *, host: str = "127.0.0.1", port: int = 8000, token: str | None = None
 ) -> HTTPServer:
@@ -82,7 +71,7 @@ def make_server(
 
     Another host than this machine requires a token, which clients send as `Authorization: Bearer TOKEN`.
     """
-    check_address(host, token)
+    check_access(host, token)
 
     class Handler(_Handler):
         pass
@@ -190,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _stream(self, events: Iterator[dict[str, Any]]) -> None:
-        """Sends server-sent events. The first one is made before the status: its errors are answers of their own."""
+        """Sends server-sent events; the first one is generated before the status, so that an error has its own."""
         first = next(events)
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", "text/event-stream")
@@ -231,9 +220,9 @@ class Request:
     include_usage: bool
 
 
-# Fields that change nothing here: who asks, and where an answer of OpenAI's service would be kept.
+# Fields without an effect here: the user, and storage by OpenAI's service.
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Fields whose only supported value is the one that asks for nothing.
+# Fields of which only the neutral values are supported.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),

@@ -127,12 +127,12 @@ class Continuation:
         held = ""  # may be the beginning of a text that stops
         for chunk in self._chunks_until_stop_id():
             held += chunk
-            place = min((at for stop in self._stop_texts if (at := held.find(stop)) >= 0), default=None)
-            if place is not None:
+            start = min((at for stop in self._stop_texts if (at := held.find(stop)) >= 0), default=None)
+            if start is not None:
                 self.is_stopped = True
                 self._steps.close()
-                if held[:place]:
-                    yield held[:place]
+                if held[:start]:
+                    yield held[:start]
                 return
             ready = len(held) - _length_of_beginning(held, self._stop_texts)
             if ready:

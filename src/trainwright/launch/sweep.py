@@ -33,6 +33,7 @@ from trainwright.config.frozen import thaw
 from trainwright.config.groups import kind_at
 from trainwright.config.problems import suggest
 from trainwright.config.sweep import Range, SweepConfig
+from trainwright.cpu import num_cores
 from trainwright.errors import HANG_EXIT_CODE, CheckpointError, ConfigError, TrainwrightError
 from trainwright.registry.catalogue import read_catalogue
 
@@ -71,12 +72,12 @@ class TrialResult:
     """The step of that evaluation."""
     seconds: float | None = None
     reason: str | None = None
-    """Why the trial failed."""
+    """The reason why the trial failed."""
 
 
 @dataclass(frozen=True)
 class SweepResult:
-    """What a sweep has found so far."""
+    """The results of a sweep so far."""
 
     trials: tuple[TrialResult, ...]
     best: TrialResult | None
@@ -264,7 +265,7 @@ class _Sweep:
         self._report(running.result())
 
     def _advance(self, running: _Running) -> bool:
-        """Reads what a trial has written; returns True if it has ended."""
+        """Reads the new metrics of a trial; returns True if its process has ended."""
         code = running.process.poll()
         self._read(running)
         if code is None:
@@ -437,7 +438,7 @@ class _Running:
         )
 
     def last_lines(self) -> list[str]:
-        """Returns what the process has printed since it was started."""
+        """Returns the output of the process since its start."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             return [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
@@ -465,7 +466,7 @@ class _Signals:
         self._num_received += 1
 
     def forward(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        """Sends what has arrived since the last call."""
+        """Forwards the signals that have arrived since the last call."""
         if self._num_received > self._num_forwarded:
             self._num_forwarded = self._num_received
             for process in processes:
@@ -518,8 +519,7 @@ def slot_environment(slot: int, num_slots: int, devices: Sequence[str]) -> dict[
     if devices:
         variables["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        variables["OMP_NUM_THREADS"] = str(max(1, cores // num_slots))
+        variables["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_slots))
     return variables
 
 
@@ -680,7 +680,7 @@ def _result_of(sweep: SweepConfig, trial: Any) -> TrialResult:
     )
 
 
-# What would silently change the meaning of a sweep.
+# Changes that would make the trials of a sweep incomparable.
 
 
 def _reject_run(folder: Path) -> None:
@@ -689,7 +689,7 @@ def _reject_run(folder: Path) -> None:
 
 
 def _definition(sweep: SweepConfig) -> dict[str, Any]:
-    """Returns what all trials of a sweep have in common."""
+    """Returns the settings that all trials of a sweep share."""
     own = {name: thaw(value) for name, value in sweep if name not in (*_FREE, *_SECTIONS)}
     parameters = {
         name: each.to_dict() if isinstance(each, Range) else thaw(each) for name, each in sweep.parameters.items()
@@ -705,7 +705,7 @@ _SECTIONS = ("sampler", "pruner", "parameters")
 
 
 def _check_definition(study: optuna.Study, sweep: SweepConfig) -> None:
-    """Stores what the trials have in common, or raises if an earlier start had something else."""
+    """Stores the shared settings, or raises if those of an earlier start differ."""
     now, before = _definition(sweep), study.user_attrs.get(_DEFINITION)
     if before is None:
         study.set_user_attr(_DEFINITION, now)

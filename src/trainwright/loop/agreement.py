@@ -14,7 +14,7 @@ from trainwright.parallel.collectives import Ranks
 T = TypeVar("T")
 
 AGREEMENT_SECONDS = 10.0
-"""How long a rank that failed in a forward of a sharded model waits to learn that all others have failed too."""
+"""The time that a rank that failed in a forward of a sharded model waits for all others to report a failure too."""
 _POLL_SECONDS = 0.05
 
 
@@ -27,7 +27,7 @@ class FailedElsewhere(Exception):  # noqa: N818 # another rank has the error
 
 
 class Agreement:
-    """What the ranks agree on in one pass: whether to continue, and whether all have failed."""
+    """Decisions that all ranks make together in one pass: whether to continue, and whether all have failed."""
 
     def __init__(self, ranks: Ranks, stop_signal: StopSignal | None) -> None:
         """`stop_signal` is given if an interruption may abandon the pass."""

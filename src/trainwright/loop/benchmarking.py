@@ -5,9 +5,7 @@ The batches are the same for any number of ranks, and so are the results. benchm
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,12 +17,9 @@ from trainwright.benchmarks.benchmark import ConfiguredBenchmark
 from trainwright.errors import ConfigError
 from trainwright.loop.agreement import Agreement
 from trainwright.parallel.collectives import Ranks
+from trainwright.progress import progress
 from trainwright.user_code.locations import location_of
 from trainwright.writers.benchmark_results import BenchmarkResult, MetricValue
-
-logger = logging.getLogger(__name__)
-
-REPORT_EVERY_SECONDS = 10.0
 
 Results = dict[int, Mapping[str, Any]]
 """The result of each sample, by its number."""
@@ -53,26 +48,20 @@ class BenchmarkPass:
         """Runs this rank's batches; with a sharded model every rank runs equally many."""
         mesh, configured = self._ranks.mesh, self._configured
         batches = configured.batches(max_batches)
-        started = reported = time.monotonic()
-        num_done = 0
-        for first in range(0, len(batches), mesh.num_data_ranks):
-            self.agreement.to_continue(None)
-            number = first + mesh.data_rank
-            is_own = number < len(batches)
-            if is_own or mesh.is_split:
-                before_batch()
-                # A rank without a batch repeats the last one, for the forwards that the others need it in.
-                batch = batches[min(number, len(batches) - 1)]
-                with around_batch():
-                    results = self._run_batch(model, batch)
-                if is_own:
-                    self._results.update(zip(batch, results, strict=True))
-            num_done += sum(map(len, batches[first : first + mesh.num_data_ranks]))
-            if time.monotonic() - reported > REPORT_EVERY_SECONDS and self._ranks.is_first:
-                reported = time.monotonic()
-                total = sum(map(len, batches))
-                left = (reported - started) / num_done * (total - num_done)
-                logger.info("%s: %d of %d samples, about %.0f s left", configured.name, num_done, total, left)
+        with progress(f"Evaluating {configured.name}", total=sum(map(len, batches)), unit="samples") as advance:
+            for first in range(0, len(batches), mesh.num_data_ranks):
+                self.agreement.to_continue(None)
+                number = first + mesh.data_rank
+                is_own = number < len(batches)
+                if is_own or mesh.is_split:
+                    before_batch()
+                    # A rank without a batch repeats the last one, because the others call the model collectively.
+                    batch = batches[min(number, len(batches) - 1)]
+                    with around_batch():
+                        results = self._run_batch(model, batch)
+                    if is_own:
+                        self._results.update(zip(batch, results, strict=True))
+                advance(sum(map(len, batches[first : first + mesh.num_data_ranks])))
 
     def _run_batch(self, model: nn.Module, batch: Sequence[int]) -> Sequence[Mapping[str, Any]]:
         configured, is_split = self._configured, self._ranks.mesh.is_split
@@ -89,7 +78,7 @@ class BenchmarkPass:
         return results
 
     def _check(self, results: Any, count: int) -> None:
-        """Rejects what a user's benchmark returns in another form."""
+        """Rejects results of a user's benchmark that are not a list of mappings with its metrics."""
         benchmark = self._configured.benchmark
         problem = None
         if not isinstance(results, Sequence) or not all(isinstance(each, Mapping) for each in results):
@@ -112,7 +101,7 @@ class BenchmarkPass:
         """Returns the means over the samples of all ranks, the same on every rank; collective."""
         configured = self._configured
         names = tuple(configured.benchmark.metrics)
-        # Prompts are long: of samples that the file does not have only the values are sent.
+        # Prompts are long: of samples that are not in the file of results only the values are sent.
         own = {
             number: result if number < configured.log_samples else {name: result[name] for name in names}
             for number, result in self._results.items()

@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 _EVAL_STREAM = 0xE7A1  # separates the randomness of evaluations from that of steps
 
 EvaluatedSet: TypeAlias = "EvaluationData | ConfiguredBenchmark"
-"""What an evaluation can evaluate under a name."""
+"""An evaluation set or a benchmark."""
 
 
 class EvalLogs(dict[str, Any]):

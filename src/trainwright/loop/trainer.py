@@ -253,7 +253,7 @@ class Trainer:
     known_eval_names: ClassVar[tuple[str, ...]] = ("loss",)
     """The values of an evaluation set without configured metrics, as far as the class determines them."""
     varying_memory: ClassVar[str] = ""
-    """Why a step may need more memory than another one, so that `auto` settings, which try one, are rejected."""
+    """The reason why steps need different amounts of memory, which rejects `auto` settings; "" if they do not."""
     options_section: ClassVar[type[Section] | None] = None
     """The further keys of the `trainer` section that a built-in trainer has, with types and defaults."""
 
@@ -582,7 +582,7 @@ class Trainer:
 
     @property
     def loaded_weights(self) -> str | None:
-        """Which weights of a checkpoint were selected for an evaluation, "ema" or "raw"; None for the usual ones."""
+        """The weights of a checkpoint that an evaluation selected, "ema" or "raw"; None for the default ones."""
         return self._loaded_weights
 
     @property

@@ -165,7 +165,7 @@ class ScheduledOptimizer:
         self.writer: str | None = None
         """The hook that has written a rate since the schedule did."""
         self._written: list[object] | None = None
-        """What `rate_stamp` returned for the rates that the schedule has written; None if there are none."""
+        """The results of `rate_stamp` for the rates that the schedule has written; None if there are none."""
         self._read: tuple[torch.Tensor, int, float] | None = None
 
     def read_groups(self, base_rates: Sequence[float] = ()) -> None:

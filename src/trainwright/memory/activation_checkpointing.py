@@ -31,7 +31,9 @@ from trainwright.memory.module_paths import (
     layers_of,
     parts_of,
     put_around,
+    read_layers,
     read_names,
+    reject_overlap,
 )
 from trainwright.parallel.mesh import local
 
@@ -170,18 +172,14 @@ def choose_layers(
             if logs:
                 _log_counts(label, named, picked)
             for name in picked:
-                _reject_overlap(label, name, chosen)
+                reject_overlap(label, name, chosen, change="recomputed")
                 chosen[name] = (named[name], setting)
     return chosen
 
 
 def read_activation_checkpointing(label: str, given: Any) -> LayerCheckpointing:
     """Reads one setting: a name, a list of names, or a mapping with `layers`."""
-    settings = given if isinstance(given, Mapping) else {"layers": given}
-    unknown = [key for key in settings if key not in KEYS]
-    if unknown or "layers" not in settings:
-        wrong = f"{unknown[0]} is unknown" if unknown else "layers is missing"
-        raise ConfigError(f"{label}: {wrong}. Use class names or globs, or {{layers: …}} with {', '.join(KEYS[1:])}.")
+    layers, settings = read_layers(label, given, KEYS, example=f"{{layers: …}} with {', '.join(KEYS[1:])}")
     if "budget" in settings and "every" in settings:
         raise ConfigError(f"{label}: budget and every both set how many layers are recomputed. Use one of them.")
     budget, every = settings.get("budget", 0.0), settings.get("every", 1)
@@ -191,7 +189,6 @@ def read_activation_checkpointing(label: str, given: Any) -> LayerCheckpointing:
         raise ConfigError(f"{label}.budget: must be a number from 0 to 1, or auto; got {describe(budget)}.")
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ConfigError(f"{label}.every: must be an integer of at least 1; got {describe(every)}.")
-    layers = read_names(f"{label}.layers" if isinstance(given, Mapping) else label, settings["layers"])
     operations = read_names(f"{label}.save", settings["save"]) if "save" in settings else ()
     return LayerCheckpointing(layers, read_operations(f"{label}.save", operations), float(budget), every)
 
@@ -251,14 +248,6 @@ def _log_counts(label: str, named: Mapping[str, nn.Module], picked: Iterable[str
     recomputed = Counter(type(named[name]).__name__ for name in picked)
     for kind, count in counts.items():
         logger.info("model.%s: %d of %d %s are recomputed in the backward pass.", label, recomputed[kind], count, kind)
-
-
-def _reject_overlap(label: str, name: str, chosen: Iterable[str]) -> None:
-    for other in chosen:
-        if name == other or f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
-            raise ConfigError(
-                f"{label}: {name or 'the model'} is already recomputed, as part of {other or 'the model'}."
-            )
 
 
 _GRAIN = 10_000  # shares have four digits in a run's settings

@@ -101,6 +101,31 @@ def read_names(label: str, given: Any, *, expected: str = "a name or a list of n
     return tuple(names)
 
 
+def read_layers(
+    label: str, given: Any, keys: Collection[str], *, example: str
+) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Returns the layers that a setting names, and the setting as a mapping.
+
+    A setting is a name, a list of names, or a mapping with `layers` and others of the `keys`.
+    """
+    settings = given if isinstance(given, Mapping) else {"layers": given}
+    unknown = [key for key in settings if key not in keys]
+    if unknown or "layers" not in settings:
+        wrong = f"{unknown[0]} is unknown" if unknown else "layers is missing"
+        raise ConfigError(f"{label}: {wrong}. Use class names or globs, or {example}.")
+    return read_names(f"{label}.layers" if isinstance(given, Mapping) else label, settings["layers"]), settings
+
+
+def reject_overlap(label: str, name: str, chosen: Iterable[str], *, change: str) -> None:
+    """Raises if a layer contains one that was chosen before, or is a part of it; `change` is what happens to both."""
+    for other in chosen:
+        if name == other or f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
+            raise ConfigError(
+                f"{label}: {name or 'the model'} is already {change}, as part of {other or 'the model'}. Keep one of "
+                "the two."
+            )
+
+
 Forward = Callable[..., Any]
 
 

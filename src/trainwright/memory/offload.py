@@ -66,9 +66,9 @@ class HostCopy:
     def __init__(self, tensor: Tensor, stream: Any, previous: HostCopy | None) -> None:
         """Copies on a stream; without one the tensor's own memory is the copy."""
         self._source: Tensor | None = None
-        """What the copy reads."""
+        """The tensor that the copy reads."""
         self._returning: Tensor | None = None
-        """What a copy back writes."""
+        """The tensor that a copy back writes."""
         data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self._device = tensor.device
         self._num_bytes = data.nbytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,8 @@ from trainwright.memory.module_paths import (
     layers_of,
     parts_of,
     put_around,
-    read_names,
+    read_layers,
+    reject_overlap,
 )
 from trainwright.parallel.mesh import is_split
 
@@ -49,7 +50,7 @@ _MIXING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.
 
 @dataclass(frozen=True)
 class TileSettings:
-    """Which layers of a model or submodule run in tiles, of how many tokens."""
+    """The layers of a model or submodule that run in tiles, and the size of a tile."""
 
     layers: tuple[str, ...]
     """Class names, or globs over module names."""
@@ -76,9 +77,7 @@ def choose_tiled(model: nn.Module, given: Any, *, is_whole: bool = True) -> dict
         setting = read_tile(label, own)
         for submodule in parts_of(label, model, path, is_whole=is_whole):
             for name, layer in layers_of(label, model, submodule, setting.layers, is_whole=is_whole).items():
-                for other in chosen:
-                    if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
-                        raise ConfigError(f"{label}: {name} is already tiled, as part of {other}. Keep one of the two.")
+                reject_overlap(label, name, chosen, change="tiled")
                 chosen[name] = (layer, setting)
                 if kind_of(layer) not in checked:
                     checked.add(kind_of(layer))
@@ -88,15 +87,10 @@ def choose_tiled(model: nn.Module, given: Any, *, is_whole: bool = True) -> dict
 
 def read_tile(label: str, given: Any) -> TileSettings:
     """Reads one setting: a name, a list of names, or a mapping with `layers`."""
-    settings = given if isinstance(given, Mapping) else {"layers": given}
-    unknown = [key for key in settings if key not in KEYS]
-    if unknown or "layers" not in settings:
-        wrong = f"{unknown[0]} is unknown" if unknown else "layers is missing"
-        raise ConfigError(f"{label}: {wrong}. Use class names or globs, or {{layers: …, tokens: {DEFAULT_TOKENS}}}.")
+    layers, settings = read_layers(label, given, KEYS, example=f"{{layers: …, tokens: {DEFAULT_TOKENS}}}")
     tokens = settings.get("tokens", DEFAULT_TOKENS)
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
         raise ConfigError(f"{label}.tokens: must be an integer of at least 1; got {describe(tokens)}.")
-    layers = read_names(f"{label}.layers" if isinstance(given, Mapping) else label, settings["layers"])
     return TileSettings(layers, tokens)
 
 

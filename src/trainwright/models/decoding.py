@@ -80,7 +80,7 @@ class KeyValueCache:
         self.length = 0
         self.lengths: Tensor | None = None
         self.num_visible = max_length
-        """How many places attention reads, if rows have their own lengths."""
+        """The number of positions that attention reads, if rows have their own lengths."""
         self._layers: list[LayerCache] = []
 
     def layer(self, number: int) -> LayerCache:
@@ -106,8 +106,8 @@ class KeyValueCache:
         None if no mask is needed: with an empty cache attention is causal, and a single token sees all.
         """
         if self.lengths is not None:
-            places = torch.arange(self.num_visible, device=input_ids.device)
-            return (places <= self.lengths[:, None])[:, None, None]
+            positions = torch.arange(self.num_visible, device=input_ids.device)
+            return (positions <= self.lengths[:, None])[:, None, None]
         num_tokens = input_ids.shape[1]
         if not self.length or num_tokens == 1:
             return None
@@ -170,11 +170,11 @@ class CachedReader:
 
     def start(self, ids: Tensor, lengths: Sequence[int], *, copies: int, max_new_tokens: int) -> Tensor:
         """Reads prompts [P, S], padded on the right, of these lengths; each becomes `copies` rows."""
-        num_places = ids.shape[1] + max_new_tokens
-        self._cache = KeyValueCache(ids.shape[1] if copies > 1 else num_places)
+        num_positions = ids.shape[1] + max_new_tokens
+        self._cache = KeyValueCache(ids.shape[1] if copies > 1 else num_positions)
         logits = _read_prompts(self._model, ids, lengths, self._cache)
         if copies > 1:
-            prompts, self._cache = self._cache, KeyValueCache(num_places)
+            prompts, self._cache = self._cache, KeyValueCache(num_positions)
             self._cache.load(prompts, copies=copies)
         if min(lengths) != max(lengths):
             self._cache.lengths = _row_lengths(lengths, copies=copies, device=ids.device)
@@ -196,7 +196,7 @@ class StaticReader:
     """Reads one token with static shapes: compiled, and on a GPU captured as a CUDA graph.
 
     The memory of keys and values is kept between calls, and so is the compiled code: reuse one object for many
-    batches. The number of places is rounded up to a multiple of `length_multiple`, so that prompts of other lengths use
+    batches. The number of positions is rounded up to a multiple of `length_multiple`: prompts of other lengths then use
     the same code. `compiler` is a backend of torch.compile; None does not compile, for a GPU without a compiler.
     """
 
@@ -226,15 +226,15 @@ class StaticReader:
             )
         prompts = KeyValueCache(ids.shape[1])
         logits = _read_prompts(self._model, ids, lengths, prompts)
-        num_places = -(-(ids.shape[1] + max_new_tokens) // self._length_multiple) * self._length_multiple
+        num_positions = -(-(ids.shape[1] + max_new_tokens) // self._length_multiple) * self._length_multiple
         # A captured step reads parameters and cache where they were, in the precision of its capture.
         is_autocast = torch.is_autocast_enabled(ids.device.type)
         dtype = torch.get_autocast_dtype(ids.device.type) if is_autocast else None
-        places = tuple(one.data_ptr() for one in self._model.parameters())
-        recorded_for = (len(ids) * copies, num_places, ids.device, logits.dtype, dtype, places)
+        addresses = tuple(one.data_ptr() for one in self._model.parameters())
+        recorded_for = (len(ids) * copies, num_positions, ids.device, logits.dtype, dtype, addresses)
         row_lengths = _row_lengths(lengths, copies=copies, device=ids.device)
         if self._cache is None or self._cache.lengths is None or recorded_for != self._recorded_for:
-            self._cache, self._recording, self._recorded_for = KeyValueCache(num_places), None, recorded_for
+            self._cache, self._recording, self._recorded_for = KeyValueCache(num_positions), None, recorded_for
             self._cache.lengths = row_lengths
         else:
             self._cache.lengths.copy_(row_lengths)
@@ -248,7 +248,7 @@ class StaticReader:
         assert self._cache.lengths is not None
         if self._recording is None:
             backend = pick_backend(str(tokens.device))
-            # A repetition writes the same keys and values to the same places.
+            # A repetition writes the same keys and values to the same positions.
             with backend.warming_up():
                 for _ in range(backend.num_warm_ups):
                     self._run([tokens])
@@ -283,10 +283,10 @@ class TransformersReader:
         self._past = self._mask = None
         self._lengths = _row_lengths(lengths, copies=copies, device=ids.device)
         if min(lengths) != max(lengths):
-            places = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - self._lengths)[:, None]
-            ids = ids.gather(1, places.clamp(min=0))
-            self._mask = (places >= 0).long()
-            return self._forward(ids, position_ids=places.clamp(min=0))
+            positions = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - self._lengths)[:, None]
+            ids = ids.gather(1, positions.clamp(min=0))
+            self._mask = (positions >= 0).long()
+            return self._forward(ids, position_ids=positions.clamp(min=0))
         return self._forward(ids)
 
     def read(self, tokens: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ CHECK_EVERY = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is selected."""
+    """The settings that select the next token."""
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -122,7 +122,7 @@ def generate(
 
 @dataclass(frozen=True)
 class Completions:
-    """What `sample_completions` returns; N rows are `num_return_sequences` for each prompt, in the prompts' order."""
+    """The result of `sample_completions`; N rows are `num_return_sequences` for each prompt, in the prompts' order."""
 
     tokens: Tensor
     """[N, T]: the generated tokens, the stop token included, then `pad_id`."""
@@ -324,7 +324,7 @@ _LARGEST_UNIFORM = 1 - 2**-23
 def select(
     logits: Tensor, uniforms: Tensor | None, *, temperature: float, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:
-    """Returns one token per row of the logits [B, vocabulary], at the row's place in [0, 1) of `uniforms` [B].
+    """Returns one token per row of the logits [B, vocabulary], selected by the number in [0, 1) in `uniforms` [B].
 
     The probabilities of the tokens lie side by side in the order of the vocabulary, so that logits with another
     rounding give the same token, except next to a border. Temperature 0, or no uniforms: the most likely token.
@@ -345,9 +345,9 @@ def select(
     else:
         probabilities = (logits / temperature).softmax(dim=-1)
     ends = probabilities.cumsum(dim=-1)
-    places = uniforms.clamp(max=_LARGEST_UNIFORM)[:, None] * ends[:, -1:]
+    thresholds = uniforms.clamp(max=_LARGEST_UNIFORM)[:, None] * ends[:, -1:]
     # Without the limit, logits of nan would select a column that does not exist, which ends a process on a GPU.
-    column = torch.searchsorted(ends, places, right=True).clamp(max=ends.shape[-1] - 1)
+    column = torch.searchsorted(ends, thresholds, right=True).clamp(max=ends.shape[-1] - 1)
     return (column if tokens is None else tokens.gather(-1, column)).squeeze(-1)
 
 
@@ -385,8 +385,8 @@ def _shifted(numbers: Tensor, num_bits: int) -> Tensor:
 
 def _seen(input_ids: Tensor, lengths: Sequence[int], vocab_size: int) -> Tensor:
     """Returns [P, vocabulary], True for the tokens of each prompt."""
-    places = torch.arange(input_ids.shape[1], device=input_ids.device)
-    is_padding = places >= torch.tensor(lengths, device=input_ids.device)[:, None]
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+    is_padding = positions >= torch.tensor(lengths, device=input_ids.device)[:, None]
     own = torch.where(is_padding, input_ids[:, :1], input_ids)
     seen = torch.zeros(len(input_ids), vocab_size, dtype=torch.bool, device=input_ids.device)
     return seen.scatter_(1, own, value=True)

@@ -30,7 +30,7 @@ from trainwright.models.names import as_globs, last_parts, names_module, unmatch
 
 KEYS = ("type", "match")
 BASE_LAYER = "base_layer"
-"""What peft calls the layer that an adapter is added to."""
+"""The name in peft of the layer that an adapter is added to."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def _why_not(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """Returns what a layer is that cannot be quantized; an empty string if it can."""
+    """Returns the reason why a layer cannot be quantized; an empty string if it can be."""
     module, parent = modules[name], modules[name.rpartition(".")[0]]
     if is_conv1d(module):
         return "a Conv1D of transformers, which stores its weight transposed (the type gpt2 has plain linear layers)"

@@ -144,7 +144,7 @@ class DPOTrainer(Trainer):
             return sequence_log_probs(self._logits_of(model, batch, prefix), batch[f"{prefix}labels"])
 
     def eval_end(self, aggregated: Any) -> dict[str, Any]:
-        """Adds what is no mean over batches: the loss of orpo, the margin of kto."""
+        """Adds the values that are not means over batches: the loss of orpo, the margin of kto."""
         logs = super().eval_end(aggregated)
         if self.options.loss_type == "orpo" and "nll_loss" in logs:
             logs["loss"] = logs["nll_loss"] - self.options.beta * logs["log_odds_ratio"]
@@ -159,7 +159,9 @@ class DPOTrainer(Trainer):
         if not self.options.precompute_reference or self._table is not None:
             return
         where = self.config.origin("trainer.precompute_reference")
-        table = self.ranks.broadcast(ReferenceTable.load(self.folder) if self.ranks.is_first else None)
+        with self.ranks.failing_together():
+            table = ReferenceTable.load(self.folder) if self.ranks.is_first else None
+        table = self.ranks.broadcast(table)
         if table is None:
             if self.step > 0 or self.train_data is None:
                 raise CheckpointError(
@@ -168,9 +170,9 @@ class DPOTrainer(Trainer):
                     where=where,
                 )
             table = self._compute_table()
-            if self.ranks.is_first:
-                table.save(self.folder)
-            self.ranks.barrier()
+            with self.ranks.failing_together():
+                if self.ranks.is_first:
+                    table.save(self.folder)
         self._table = table
 
     def _compute_table(self) -> ReferenceTable:
@@ -234,7 +236,7 @@ class DPOTrainer(Trainer):
     def _sums_of_batch(
         self, batch: Mapping[str, Any], micro_batches: Callable[[Any], Iterator[Any]]
     ) -> dict[str, Tensor]:
-        """Returns what the loss needs of the whole batch, over all ranks; collective for orpo and kto."""
+        """Returns the sums over the whole batch and all ranks that the loss needs; collective for orpo and kto."""
         if self.options.loss_type not in ("orpo", "kto"):
             return {}
         device = batch["labels"].device

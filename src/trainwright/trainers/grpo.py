@@ -99,7 +99,7 @@ class GRPOTrainer(Trainer):
 
     @classmethod
     def build_frozen_models(cls, build: Builder, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
-        """Returns the first model again as the reference, unless there is no KL term or the model's base is it."""
+        """Returns a copy of the first model as the reference, unless it is the model without its adapters."""
         options: GRPOOptions = build.options()
         return {"reference": build.first_model()} if options.beta and not is_base_with_adapters(model) else {}
 
@@ -524,7 +524,7 @@ def _trim(rollouts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _reject_settings(build: Builder, options: GRPOOptions) -> None:
-    """Rejects settings that would do something else than they say."""
+    """Rejects settings that GRPO does not support."""
     config = build.config
     if config.runtime.mode == "graph":
         raise ConfigError(

@@ -62,12 +62,12 @@ class ReferenceTable:
     def add_to(self, batch: Any) -> Any:
         """Returns a batch in host memory with the log-probabilities of its samples."""
         wanted = batch["row_id"].numpy()
-        places = np.searchsorted(self.row_ids, wanted).clip(max=len(self.row_ids) - 1)
-        missing = self.row_ids[places] != wanted
+        rows = np.searchsorted(self.row_ids, wanted).clip(max=len(self.row_ids) - 1)
+        missing = self.row_ids[rows] != wanted
         if missing.any():
             raise DataError(
                 f"{int(missing.sum())} of {len(wanted)} samples of a batch have no precomputed log-probability of the "
                 "reference: the data or its tokenizer has changed since the run began, or data.process changes the "
                 "samples. Restore the data, start over with --fresh, or set trainer.precompute_reference: false."
             )
-        return {**batch, "reference_log_probs": torch.from_numpy(self.log_probs[places])}
+        return {**batch, "reference_log_probs": torch.from_numpy(self.log_probs[rows])}

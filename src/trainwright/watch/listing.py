@@ -5,14 +5,17 @@ Changes nothing and does not import torch.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from trainwright.checkpoint.listing import CHECKPOINTS, Listed, list_checkpoints
 from trainwright.checkpoint.retention import best_step
@@ -49,8 +52,12 @@ class RunSummary:
 
 
 def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
-    """Yields the run folders at and below `folder`: those with a config, metrics or checkpoints."""
-    if any((folder / name).exists() for name in (CONFIG_FILE, METRICS_FILE, CHECKPOINTS)):
+    """Yields the run folders at and below `folder`: those with a config, metrics or checkpoints.
+
+    Folders that this user may not read are left out.
+    """
+    # Not Path.exists and Path.is_dir, which raise PermissionError.
+    if any(os.path.exists(folder / name) for name in (CONFIG_FILE, METRICS_FILE, CHECKPOINTS)):  # noqa: PTH110
         yield folder
         return
     try:
@@ -58,13 +65,13 @@ def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
     except OSError:
         return
     for path in paths:
-        if path.is_dir() and not path.name.startswith("."):
+        if os.path.isdir(path) and not path.name.startswith("."):  # noqa: PTH112
             yield from find_runs(path, depth + 1)
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the state of a run depends on, of its settings."""
+    """The settings of a run that its state depends on."""
 
     max_steps: int | None = None
     log_every_steps: int | None = None
@@ -72,7 +79,7 @@ class RunPlan:
     """`checkpoint.keep_best.metric`."""
     best_mode: Literal["min", "max"] = "min"
     problem: str | None = None
-    """Why its settings cannot be read."""
+    """The reason why the settings cannot be read."""
 
 
 def read_plan(path: Path) -> RunPlan:
@@ -177,10 +184,22 @@ def _read_last(path: Path) -> tuple[int | None, float | None, float | None]:
     return step, None, None
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file to read it.
+
+    Raises OSError for a link, which may point anywhere, and for a device or a pipe, which may block or have no end.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
+
+
 def lines_from_end(path: Path) -> Iterator[bytes]:
     """Yields the lines of a file from the last to the first, within the last `_MAX_BLOCKS` blocks."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             position = file.seek(0, os.SEEK_END)
             rest = b""
             for _ in range(_MAX_BLOCKS):
@@ -199,5 +218,8 @@ def lines_from_end(path: Path) -> Iterator[bytes]:
 
 def _last_write(path: Path) -> float | None:
     # Not the time of the folder itself, which changes with any other file in it.
-    files = [path / name for name in (METRICS_FILE, LOG_FILE, CHECKPOINTS, CONFIG_FILE)]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=None)
+    times = []
+    for name in (METRICS_FILE, LOG_FILE, CHECKPOINTS, CONFIG_FILE):
+        with suppress(OSError):  # missing, or deleted in the meantime
+            times.append((path / name).stat().st_mtime)
+    return max(times, default=None)

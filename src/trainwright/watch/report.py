@@ -16,13 +16,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trainwright.config import RunConfig
+from trainwright.progress import clock_text, sparkline
 from trainwright.safe_text import flat_settings, json_text, safe
 from trainwright.watch.listing import FINISHED, METRICS_FILE, RUNNING
 from trainwright.watch.run_reader import SYSTEM_PREFIX, RunReader
-from trainwright.watch.series import Curve, curve_json
+from trainwright.watch.series import curve_json
 from trainwright.writers.curves import curve_svg
 
 logger = logging.getLogger(__name__)
@@ -37,9 +36,8 @@ _IMAGE_BYTES = 200_000  # of all images, before base64
 _MAX_SAMPLES = 12  # images, histograms and texts each
 _MAX_TEXT = 2000  # characters
 _MAX_ROWS = 60  # of a table
-_SPARKS = "▁▂▃▄▅▆▇█"
-_NUM_SPARKS = 24
-_HIDDEN = ("name", "project_dir", "output_dir")  # settings that say where a run is, not what it is
+_CURVE_COLUMNS = 24  # of the report in Markdown
+_HIDDEN = ("name", "project_dir", "output_dir")  # the location of a run
 
 
 def write_report(folder: Path, to: Path | None = None) -> Path:
@@ -76,7 +74,7 @@ def _read(folder: Path) -> RunReader:
 
 
 class _Facts:
-    """What both forms of the report show."""
+    """The facts of a run that both forms of the report show."""
 
     def __init__(self, run: RunReader) -> None:
         self.run = run
@@ -104,8 +102,8 @@ class _Facts:
         rows = []
         for each in sorted(self.described["names"], key=lambda each: each["mode"] is None):
             if not each["name"].startswith(SYSTEM_PREFIX) and each["last"]:
-                best = "" if not each["best"] else f"{number(each['best'][1])} at {each['best'][0]:,.0f}"
-                rows.append((each["name"], number(each["last"][1]), best))
+                best = "" if not each["best"] else f"{_number_text(each['best'][1])} at {each['best'][0]:,.0f}"
+                rows.append((each["name"], _number_text(each["last"][1]), best))
         return rows
 
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -124,7 +122,7 @@ def render_markdown(run: RunReader) -> str:
     if facts.best_step is not None:
         notes.append(f"best checkpoint: step {facts.best_step:,}")
     if facts.seconds is not None:
-        notes.append(duration(facts.seconds))
+        notes.append(clock_text(facts.seconds))
     if facts.model:
         notes.append(f"{_code(facts.model['class'])}, {facts.model['num_parameters']:,} parameters")
     if facts.num_restarts:
@@ -134,7 +132,8 @@ def render_markdown(run: RunReader) -> str:
     lines += [", ".join(notes), ""] if notes else []
     lines += ["| metric | last | best | curve |", "|---|---|---|---|"]
     for name, last, best in facts.metrics()[:_MAX_ROWS]:
-        lines.append(f"| {_code(name)} | {last} | {best} | {sparkline(run.curve(name))} |")
+        curve = sparkline(run.curve(name).values.tolist(), _CURVE_COLUMNS)
+        lines.append(f"| {_code(name)} | {last} | {best} | {curve} |")
     differs, _ = facts.settings()
     lines += ["", "<details><summary>Settings that differ from the defaults</summary>", "", "| setting | value |"]
     lines += ["|---|---|", *(f"| {_code(name)} | {_code(str(value))} |" for name, value in differs.items())]
@@ -145,19 +144,6 @@ def render_markdown(run: RunReader) -> str:
         if name in facts.environment
     ]
     return "\n".join([*lines, ", ".join(versions)]).rstrip() + "\n"
-
-
-def sparkline(curve: Curve, width: int = _NUM_SPARKS) -> str:
-    """Returns a curve as blocks of eight heights, each the mean of a part of it; a space is a part without numbers."""
-    values = curve.values
-    parts = [part[np.isfinite(part)] for part in np.array_split(values, min(width, len(values)))] if len(values) else []
-    means = [float(part.mean()) if len(part) else None for part in parts]
-    known = [mean for mean in means if mean is not None]
-    if not known:
-        return ""
-    low, span = min(known), max(known) - min(known)
-    scale = (len(_SPARKS) - 1) / span if span else 0.0
-    return "".join(" " if mean is None else _SPARKS[round((mean - low) * scale)] for mean in means)
 
 
 def render_html(run: RunReader) -> str:
@@ -222,13 +208,13 @@ def _tiles(facts: _Facts) -> str:
     run, summary = facts.run, facts.summary
     tiles = []
     if summary.loss is not None:
-        tiles.append((number(summary.loss), "last loss"))
+        tiles.append((_number_text(summary.loss), "last loss"))
     best = next((each for each in facts.described["names"] if each["name"] == run.plan().best_metric), None)
     best = best or next((each for each in facts.described["names"] if each["best"]), None)
     if best is not None and best["best"]:
-        tiles.append((number(best["best"][1]), f"best {best['name']}, step {best['best'][0]:,.0f}"))
+        tiles.append((_number_text(best["best"][1]), f"best {best['name']}, step {best['best'][0]:,.0f}"))
     if facts.seconds is not None:
-        tiles.append((duration(facts.seconds), "of training"))
+        tiles.append((clock_text(facts.seconds), "of training"))
     if facts.model:
         tiles.append((f"{facts.model['num_parameters']:,}", "parameters"))
     tiles.append((str(len(run.anomalies())), "anomalies" if len(run.anomalies()) != 1 else "anomaly"))
@@ -268,7 +254,7 @@ def _histogram(item: Mapping[str, Any]) -> str:
         f'height="{100 * count / highest:.1f}"/>'
         for index, count in enumerate(counts)
     )
-    low, high, mean, deviation = (number(item[name]) for name in ("low", "high", "mean", "deviation"))
+    low, high, mean, deviation = (_number_text(item[name]) for name in ("low", "high", "mean", "deviation"))
     return (
         f'<svg class="bars" viewBox="0 0 100 100" preserveAspectRatio="none" role="img">{bars}</svg>'
         f'<div class="steps apart"><span>{low}</span><span>mean {mean} ± {deviation}</span><span>{high}</span></div>'
@@ -284,7 +270,7 @@ def _settings(facts: _Facts) -> str:
 def _checkpoints(run: RunReader, facts: _Facts) -> str:
     rows = []
     for each in run.checkpoints().intact[-_MAX_ROWS:]:
-        values = ", ".join(f"{name} {number(value)}" for name, value in list(each.metrics.items())[:4])
+        values = ", ".join(f"{name} {_number_text(value)}" for name, value in list(each.metrics.items())[:4])
         mark = " ★ best" if each.step == facts.best_step else ""
         rows.append((f"{each.step:,}{mark}", values, f"{each.size / 1e6:,.1f} MB"))
     return _table(("step", "metrics", "size"), rows)
@@ -321,32 +307,15 @@ def _anomaly(each: Mapping[str, Any]) -> str:
     return each["message"] or f"{each['kind']} at step {each['step']:,}"
 
 
-def number(value: float | None) -> str:
+def _number_text(value: float | None) -> str:
     """Returns a number with four digits; counts in full.
 
-    >>> number(0.123456), number(38400.0), number(float("nan"))
+    >>> _number_text(0.123456), _number_text(38400.0), _number_text(float("nan"))
     ('0.1235', '38,400', 'nan')
     """
     if value is None or not math.isfinite(value):
         return "nan" if value is None else str(value)
     return f"{int(value):,}" if abs(value) < 1e15 and value == int(value) else f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Returns a time in its two largest units.
-
-    >>> duration(35.2), duration(4000)
-    ('35 s', '1 h 6 min')
-    """
-    units = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    index = next(index for index, (_, size) in enumerate(units) if seconds >= size)
-    parts, rest = [], int(seconds)
-    for unit, size in units[index : index + 2]:
-        parts.append(f"{rest // size} {unit}" if rest // size else "")
-        rest %= size
-    return " ".join(filter(None, parts))
 
 
 def _digest(text: str) -> str:

@@ -1,13 +1,13 @@
-"""Reads one run folder for a page: its state, curves, marks, media, settings and log. Reads only, and again only what
-has changed.
+"""Reads one run folder for a page: its state, curves, marks, media, settings and log.
 
-Files may be missing, damaged or deleted at any time, and may have been written by others: what cannot be read is empty,
-and nothing outside of the run folder is opened.
+Files are read again when they have changed, and never written. They may be missing, damaged or deleted at any time, and
+may have been written by others: a file that cannot be read is empty, and nothing outside of the run folder is opened.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import threading
@@ -36,10 +36,13 @@ from trainwright.watch.listing import (
     Checkpoints,
     RunPlan,
     RunSummary,
+    open_regular,
     read_checkpoints,
     summarize_files,
 )
 from trainwright.watch.series import BLOCK, Curve, MetricsFile
+
+logger = logging.getLogger(__name__)
 
 SYSTEM_FILE, MEDIA_FOLDER, MEDIA_INDEX = "system.json", "media", "index.json"
 """As in writers/system_log.py and writers/media_files.py, which import torch. A test compares them."""
@@ -51,6 +54,7 @@ SYSTEM_PREFIX = "system/"
 _INLINE_BYTES = 2**21
 """So much of metrics.json is read within a request; more is read by a thread, and meanwhile a sample is shown."""
 _MAX_FILE = 2**22  # of a small file
+_MAX_SYSTEM_FILE = 2**25  # of system.json: a line per minute for three months
 _MAX_LOG = 2**17  # of the log per request
 _MAX_SETTINGS = 5000
 _MAX_DEPTH = 50  # of nested settings
@@ -68,7 +72,7 @@ FileKey = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class System:
-    """What system.json has: the starts of processes, and the use of the machine."""
+    """The contents of system.json: the starts of processes, and the use of the machine."""
 
     starts: tuple[tuple[int, float], ...] = ()
     """(step, time) at which each process started."""
@@ -91,8 +95,11 @@ class Loader:
     def _work(self) -> None:
         while True:
             read_more = self._queue.get()
-            while read_more():
-                time.sleep(0.0005)  # lets requests run
+            try:
+                while read_more():
+                    time.sleep(0.0005)  # lets requests run
+            except Exception:  # such as a MemoryError; the other files are still read
+                logger.exception("A file cannot be read.")
 
 
 class RunReader:
@@ -134,7 +141,7 @@ class RunReader:
         return self._cached("checkpoints", self._key(CHECKPOINTS), lambda: read_checkpoints(self.path))
 
     def plan(self) -> RunPlan:
-        """Returns what the settings say of the length of the run and its best checkpoint; does not validate them."""
+        """Returns the plan of the run from its settings, which are not validated."""
         settings = self.raw_settings()
         if not settings:
             return RunPlan(problem=f"{CONFIG_FILE} cannot be read")
@@ -195,7 +202,7 @@ class RunReader:
     # Curves.
 
     def load(self, loader: Loader | None = None) -> None:
-        """Reads what was added to metrics.json. Much of it is read by the loader; meanwhile a sample is shown."""
+        """Reads the new lines of metrics.json. The loader reads a long file, of which a sample is shown meanwhile."""
         with self._lock:
             if self._loading is not None:
                 return
@@ -246,7 +253,7 @@ class RunReader:
         return list(dict.fromkeys([*map(str, names), "eval", "valid", "test"]))  # the last ones are those of a split
 
     def best_mode(self, name: str, sets: list[str]) -> str | None:
-        """Returns whether a smaller (`min`) or larger (`max`) value is better; None if it is no evaluation metric."""
+        """Returns whether a smaller (`min`) or larger (`max`) value is better; None for other metrics."""
         prefix, _, metric = name.partition("/")
         if not metric or prefix not in sets:
             return None
@@ -257,7 +264,11 @@ class RunReader:
 
     def system(self) -> System:
         """Returns the contents of system.json."""
-        return self._cached("system", self._key(SYSTEM_FILE), lambda: read_system(self.read_text(SYSTEM_FILE)))
+        return self._cached(
+            "system",
+            self._key(SYSTEM_FILE),
+            lambda: read_system(self.read_text(SYSTEM_FILE, max_bytes=_MAX_SYSTEM_FILE)),
+        )
 
     def axes(self) -> dict[str, list[list[float]]]:
         """Returns maps from steps to `seconds` of training and to `tokens`, each as [steps, values], where known."""
@@ -279,7 +290,7 @@ class RunReader:
         return found
 
     def marks(self) -> list[dict[str, Any]]:
-        """Returns what happened at which step: anomalies, restarts and checkpoints."""
+        """Returns the events of the run by step: anomalies, restarts and checkpoints."""
         found = [{"kind": "anomaly", "step": each["step"], "text": each["message"]} for each in self.anomalies()]
         found += [
             {"kind": "restart", "step": step, "text": f"resumed after step {step}", "time": moment}
@@ -337,14 +348,14 @@ class RunReader:
 
     def log(self, offset: int | None = None) -> dict[str, Any]:
         """Returns the log from an offset, or its end: `text`, the `offset` after it, and `begins` where it begins."""
-        path = self._inside(LOG_FILE)
         try:
-            with path.open("rb") as file:  # type: ignore[union-attr] # None raises AttributeError
+            with open_regular(self.path / LOG_FILE) as file:
                 size = file.seek(0, 2)
-                begin = offset if offset is not None and size - _MAX_LOG <= offset <= size else max(size - _MAX_LOG, 0)
+                first = max(size - _MAX_LOG, 0)
+                begin = offset if offset is not None and first <= offset <= size else first
                 file.seek(begin)
                 content = file.read(_MAX_LOG)
-        except (OSError, AttributeError):
+        except OSError:
             return {"text": "", "offset": 0, "begins": 0}
         if begin and begin != offset:
             begin += content.find(b"\n") + 1
@@ -364,19 +375,19 @@ class RunReader:
         path = self.path / name
         return path if path.resolve().is_relative_to(self._real_path) else None
 
-    def read_bytes(self, name: str) -> bytes:
-        """Returns a small file; empty if there is none."""
+    def read_bytes(self, name: str, *, max_bytes: int = _MAX_FILE) -> bytes:
+        """Returns a file; empty if there is none, or if it is larger."""
         path = self._inside(name)
         try:
-            if path is None or not path.is_file() or path.stat().st_size > _MAX_FILE:
+            if path is None or not path.is_file() or path.stat().st_size > max_bytes:
                 return b""
             return path.read_bytes()
         except OSError:
             return b""
 
-    def read_text(self, name: str) -> str:
-        """Returns a small text file; empty if there is none."""
-        return self.read_bytes(name).decode("utf-8", errors="replace")
+    def read_text(self, name: str, *, max_bytes: int = _MAX_FILE) -> str:
+        """Returns a text file; empty if there is none, or if it is larger."""
+        return self.read_bytes(name, max_bytes=max_bytes).decode("utf-8", errors="replace")
 
     def _read_json(self, name: str) -> Any:
         try:
@@ -435,7 +446,7 @@ def read_system(text: str) -> System:
 
 
 def _read_media(text: str) -> list[dict[str, Any]]:
-    """Returns the entries of the index that have what the page reads."""
+    """Returns the valid entries of the index."""
     found = []
     for line in text.splitlines():
         try:

@@ -7,11 +7,9 @@ page draws: extremes per pixel, and a moving mean.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-import stat
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from trainwright.watch.listing import open_regular
 from trainwright.writers.curves import kept_indices
 
 BLOCK = 2**16
@@ -147,7 +146,7 @@ class MetricsFile:
         """Reads what was added, at most about `max_bytes`; returns True if there is more."""
         with self._lock:
             try:
-                with self._open() as file:
+                with open_regular(self.path) as file:
                     return self._read(file, max_bytes)
             except OSError:  # no run has written it yet, or its folder was deleted
                 if self._tables or self._texts:
@@ -155,14 +154,6 @@ class MetricsFile:
                     self._reset()
                     self.version = version + 1
                 return False
-
-    def _open(self) -> BinaryIO:
-        """Opens the file, not what a link points to, which may be anywhere, nor a device, which may have no end."""
-        file = os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            file.close()
-            raise OSError(errno.EINVAL, "not a regular file")
-        return file
 
     def _read(self, file: BinaryIO, max_bytes: int | None) -> bool:
         status = os.fstat(file.fileno())
@@ -197,12 +188,12 @@ class MetricsFile:
         return file.read(len(self._tail)) == self._tail
 
     def sample(self, num_lines: int = 300) -> None:
-        """Reads a few lines that are spread over the file: what a page shows while all of a long file is read."""
+        """Reads a few lines that are spread over the file, to be shown while all of a long file is read."""
         with self._lock:
             self._reset()
             lines = []
             try:
-                with self._open() as file:
+                with open_regular(self.path) as file:
                     size = file.seek(0, 2)
                     for number in range(num_lines):
                         file.seek(max(number * size // num_lines, 0))
@@ -314,7 +305,7 @@ def _parse(lines: Sequence[bytes]) -> Iterable[dict[str, Any]]:
 def curve_json(
     curve: Curve, points: int, *, smoothing: float = 0.0, low: float | None = None, high: float | None = None
 ) -> str:
-    """Returns a curve as JSON: `x`, `y`, and with smoothing `sx`, `sy`. Six digits; what is not finite is null."""
+    """Returns a curve as JSON: `x`, `y`, and with smoothing `sx`, `sy`. Six digits; null if not finite."""
     drawn = curve.between(low, high).decimate(points)
     text = f'{{"x":{_array(drawn.steps, 12)},"y":{_array(drawn.values, 6)}'
     if smoothing > 0:

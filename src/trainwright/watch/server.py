@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
 
-from trainwright.http_access import check_token, is_loopback, is_token, listen
+from trainwright.http_access import check_access, is_loopback, is_token, listen
 from trainwright.safe_text import json_text, safe
 from trainwright.watch.listing import find_runs, name_of
 from trainwright.watch.run_reader import Loader, RunReader
@@ -64,7 +64,7 @@ class RequestError(Exception):
 
 
 class Runs:
-    """The runs below a folder, as they come and go."""
+    """The runs that are below a folder at present."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -80,6 +80,7 @@ class Runs:
             if time.monotonic() - self._scanned > _SCAN_SECONDS:
                 paths = {name_of(path, self.folder): path for path in find_runs(self.folder)}
                 self._readers = {name: self._readers.get(name) or RunReader(path, name) for name, path in paths.items()}
+                self._rows = {name: row for name, row in self._rows.items() if name in paths}
                 self._scanned = time.monotonic()
             return self._readers
 
@@ -120,10 +121,10 @@ class Runs:
 def make_server(folder: Path, *, host: str = "127.0.0.1", port: int = 8080, token: str | None = None) -> HTTPServer:
     """Returns a server that listens on a port, 0 for a free one; `serve_forever` answers its requests.
 
-    Clients need the token if there is one; without one only programs of this machine are answered.
+    Clients need the token if there is one; without one only programs of this machine are answered, and `host` must be
+    an address of this machine alone.
     """
-    if token is not None:
-        check_token(token)
+    check_access(host, token)
 
     class Handler(_Handler):
         pass
@@ -150,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             url = urlsplit(self.path)
             query = dict(parse_qsl(url.query, keep_blank_values=True))
-            if self._takes_token(url.path, query):
+            if self._answer_token(url.path, query):
                 return
             self._check_access()
             if url.path in FILES:
@@ -159,7 +160,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif url.path == "/image":
                 content = self.runs[query.get("run", "")].image(query.get("file", ""))
                 if content is None:
-                    raise RequestError("There is no such image.", HTTPStatus.NOT_FOUND)
+                    raise RequestError("There is no image of this name.", HTTPStatus.NOT_FOUND)
                 self._send(content, "image/png")
             elif url.path in _ANSWERS:
                 self._send(_ANSWERS[url.path](self.runs, query).encode(), "application/json")
@@ -177,8 +178,8 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing: a page sends requests all the time."""
 
-    def _takes_token(self, path: str, query: dict[str, str]) -> bool:
-        """Answers a URL with the right token by a cookie and the URL without the token, which nobody should copy."""
+    def _answer_token(self, path: str, query: dict[str, str]) -> bool:
+        """Answers a URL that has the token with a cookie and a redirect to the URL without it, which can be shared."""
         if self.token is None or not is_token(query.pop("token", ""), self.token):
             return False
         self.send_response(HTTPStatus.SEE_OTHER)
@@ -227,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
         if encoding is not None:
             self.send_header("Content-Encoding", encoding)
         self.send_header("ETag", etag)
-        self.send_header("Cache-Control", "no-cache")  # asks with the ETag
+        self.send_header("Cache-Control", "no-cache")  # the browser revalidates with the ETag
         self._send_security_headers()
         self.end_headers()
         self.wfile.write(content)

@@ -45,7 +45,7 @@ class MediaFiles:
         self._has_warned = False
 
     def add(self, step: int, images: Mapping[str, np.ndarray], histograms: Mapping[str, Histogram]) -> None:
-        """Writes what a log line has, then drops what exceeds the limits."""
+        """Writes the media of a log line, then drops what exceeds the limits."""
         if not (images or histograms):
             return
         try:

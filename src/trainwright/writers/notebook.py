@@ -106,7 +106,7 @@ def run_html(
 
 
 def number_text(value: Any) -> str:
-    """Returns a value of a log line for people: four digits of a number."""
+    """Returns a value of a log line as text, a number with four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

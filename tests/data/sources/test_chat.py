@@ -171,6 +171,7 @@ def test_an_invalid_row_of_other_files_is_named_too(folder, tmp_path):
         ('[{"a": 1},\n{"a": ]', ["line 2", "JSON"]),
         ('[{"a": 1}\n{"a": 2}]', ["line 1", "list"]),
         ('[{"a": 1},', ["line 1", "JSON"]),
+        ('[{"a": 1}]\n\n[{"a": 2}]\n', ["line 3", "list", ".jsonl"]),
     ],
 )
 def test_a_broken_list_is_named_by_its_line(text, mentions, folder, tmp_path):

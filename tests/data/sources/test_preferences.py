@@ -88,6 +88,19 @@ def test_another_template_may_be_given(folder):
     )
 
 
+def test_a_template_may_be_a_file_of_the_project(folder, tmp_path):
+    row = {"prompt": chat("one"), **{name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}}
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "plain.jinja").write_text(template)
+    write(tmp_path / "rows.jsonl", row)
+    options = {"tokenizer": folder, "project_dir": tmp_path}
+    assert preferences("rows.jsonl", chat_template="plain.jinja", **options)[0] == decode(
+        row, folder, chat_template=template
+    )
+    with raises(DataError, "chat_template", "absent.jinja"):
+        preferences("rows.jsonl", chat_template="absent.jinja", **options)[0]
+
+
 def test_an_eos_token_in_the_text_is_not_repeated(folder):
     [with_end, without] = (decode({**PAIR, "rejected": f"ran{end}"}, folder) for end in ("<eos>", ""))
     assert with_end == without

@@ -213,7 +213,7 @@ class RowRenderer:
 
 @dataclass
 class RowCounts:
-    """What became of the rows that were read."""
+    """The numbers of rows that were read, dropped and cut."""
 
     rows: int = 0
     dropped: int = 0
@@ -384,24 +384,28 @@ def _read_list(location: FileLocation, local: Path) -> Iterator[tuple[Any, str]]
         raise DataError(f"{location.name} cannot be read: {error}.") from error
     decoder, blanks, line, counted = json.JSONDecoder(), " \t\r\n", 1, 0
 
-    def skip(place: int) -> int:
-        while text[place : place + 1] and text[place] in blanks:
-            place += 1
-        return place
+    def skip(position: int) -> int:
+        while text[position : position + 1] and text[position] in blanks:
+            position += 1
+        return position
 
-    place = skip(0)
-    if text[place : place + 1] != "[":
+    position = skip(0)
+    if text[position : position + 1] != "[":
         raise DataError(f"{location.name} does not begin with a list. Name a file with one row on each line .jsonl.")
-    place = skip(place + 1)
-    while text[place : place + 1] != "]":
-        line, counted = line + text.count("\n", counted, place), place
+    position = skip(position + 1)
+    while text[position : position + 1] != "]":
+        line, counted = line + text.count("\n", counted, position), position
         try:
-            row, end = decoder.raw_decode(text, place)
+            row, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{location.name} line {line}: not JSON: {error}") from error
         yield row, f"{location.name} line {line}"
-        place = skip(end)
-        if text[place : place + 1] == ",":
-            place = skip(place + 1)
-        elif text[place : place + 1] != "]":
+        position = skip(end)
+        if text[position : position + 1] == ",":
+            position = skip(position + 1)
+        elif text[position : position + 1] != "]":
             raise DataError(f"{location.name} line {line}: the list does not end after this row.")
+    position = skip(position + 1)
+    if position < len(text):
+        line += text.count("\n", counted, position)
+        raise DataError(f"{location.name} line {line}: more text follows the list. Use one list, or a .jsonl file.")

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.config.problems import describe
-from trainwright.data.chat import common_length, read_messages, read_tools, render_chat, render_prompt
+from trainwright.data.chat import (
+    common_length,
+    read_messages,
+    read_template,
+    read_tools,
+    render_chat,
+    render_prompt,
+)
 from trainwright.data.sources.file_stream import FileStream
 from trainwright.data.sources.files import FileRows, open_files
 from trainwright.data.sources.formats import JsonLinesFormat, RowError
@@ -38,26 +45,38 @@ def preferences(
     """Rows of JSON lines with `prompt`, `chosen` and `rejected`, or with `prompt`, `completion` and a bool `label`.
 
     Texts are joined, and the tokenizer's EOS token is added to the answers. Lists of messages (role, content) are
-    rendered with the tokenizer's chat template, or with `chat_template`, and `tools`; without a prompt it is what the
-    two conversations have in common. A sample has the tokens of these fields. A prompt with its answer has at most
-    `max_length` tokens: the end of the answer is cut, and a row whose prompt leaves no room for an answer raises.
+    rendered with the tokenizer's chat template, or with `chat_template` (a .jinja file or a template), and `tools`;
+    without a prompt it is what the two conversations have in common. A sample has the tokens of these fields. A prompt
+    with its answer has at most `max_length` tokens: the end of the answer is cut, and a row whose prompt leaves no room
+    for an answer raises.
 
     `path`, `streaming`, `shard_megabytes` and `cache_dir` are those of `json_lines`.
     """
     if max_length is not None and (type(max_length) is not int or max_length < 2):
         raise ConfigError(f"max_length is {max_length!r}. Use a whole number of at least 2, or null for no limit.")
-    file_format = PreferencesFormat(load_tokenizer(tokenizer, project_dir=project_dir), max_length, chat_template)
+    file_format = PreferencesFormat(
+        load_tokenizer(tokenizer, project_dir=project_dir), max_length, chat_template, project_dir=project_dir
+    )
     return open_files(file_format, path, streaming, shard_megabytes, cache_dir, project_dir)
 
 
 class PreferencesFormat(JsonLinesFormat):
     """A row is a JSON object on one line; its sample has tokens."""
 
-    def __init__(self, tokenizer: TextTokenizer, max_length: int | None, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        max_length: int | None,
+        chat_template: str | None = None,
+        *,
+        project_dir: str | Path | None = None,
+    ) -> None:
         super().__init__(columns=None)
         self.tokenizer = tokenizer
         self.max_length = max_length
-        self.chat_template = chat_template
+        self._given_template = chat_template
+        self._project_dir = Path(project_dir or ".").absolute()  # a worker may run in another folder
+        self._template: str | None = None
         self._has_warned = False
 
     def decode(self, record: bytes, header: bytes) -> dict[str, Any]:
@@ -87,11 +106,12 @@ class PreferencesFormat(JsonLinesFormat):
     def _tokenize(self, row: Mapping[str, Any], names: tuple[str, ...]) -> list[list[int]]:
         """Returns the tokens of the prompt, and of the prompt with each answer."""
         given = {name: row[name] for name in ("prompt", *names)}
+        template = self._load_template()  # its errors are not those of a row
         try:
             if all(isinstance(each, str) for each in given.values()):
                 return self._tokenize_texts(row["prompt"], [row[name] for name in names])
             if all(isinstance(each, list) for each in given.values()):
-                return self._tokenize_messages(row, names)
+                return self._tokenize_messages(row, names, template)
         except DataError as error:
             raise RowError(error.problem) from error
         shown = ", ".join(f"{name} is {describe(each)}" for name, each in given.items())
@@ -110,8 +130,15 @@ class PreferencesFormat(JsonLinesFormat):
         begin = self.tokenizer.affixes[0]
         return [begin + ids, *(begin + each + ([] if each[-1:] == [end] else [end]) for each in whole)]
 
-    def _tokenize_messages(self, row: Mapping[str, Any], names: tuple[str, ...]) -> list[list[int]]:
-        options: dict[str, Any] = {"tools": read_tools(row.get("tools")), "chat_template": self.chat_template}
+    def _load_template(self) -> str | None:
+        if self._template is None and self._given_template is not None:
+            self._template = read_template(self._given_template, self._project_dir)
+        return self._template
+
+    def _tokenize_messages(
+        self, row: Mapping[str, Any], names: tuple[str, ...], template: str | None
+    ) -> list[list[int]]:
+        options: dict[str, Any] = {"tools": read_tools(row.get("tools")), "chat_template": template}
         prompt, *answers = (read_messages(row[name], name) for name in ("prompt", *names))
         rendered = [render_chat(prompt + each, self.tokenizer, train_on="all", **options).ids for each in answers]
         return [render_prompt(prompt, self.tokenizer, **options), *rendered]

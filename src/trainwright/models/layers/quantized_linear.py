@@ -35,7 +35,7 @@ NF4_BLOCK, INT8_BLOCK, SCALE_GROUP = 64, 256, 256
 LARGEST = 1e38
 """The largest absolute weight: a scale is rounded, and must not become infinite."""
 _CHUNK = 1 << 18
-"""How many weights are encoded at a time: temporary tensors have about 14 bytes for each."""
+"""The number of weights that are encoded at a time: temporary tensors have about 14 bytes for each."""
 _STORED = {"nf4": ("weight_codes", "weight_scales", "weight_ranges"), "int8": ("weight_codes", "weight_scales")}
 
 
@@ -55,7 +55,7 @@ class QuantizedLinear(nn.Linear):
         return _product(input, self)
 
     def extra_repr(self) -> str:
-        """Adds the type to what torch prints."""
+        """Adds the type to the text that torch prints."""
         return f"{super().extra_repr()}, {self.quantized_type}"
 
 
@@ -79,7 +79,7 @@ class QuantizedLoRALinear(LoRALinear):
         dequantize(self)
 
     def extra_repr(self) -> str:
-        """Adds the type to what torch prints."""
+        """Adds the type to the text that torch prints."""
         return f"{super().extra_repr()}, {self.quantized_type}"
 
 

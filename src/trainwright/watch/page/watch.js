@@ -21,7 +21,7 @@ let tabKey = "";
 let paused = null;
 const byId = (id) => document.getElementById(id);
 
-/** Returns the answer of a request; the browser asks with the ETag, so what is unchanged is not sent again. */
+/** Returns the answer of a request; the browser asks with the ETag, so an unchanged answer is not sent again. */
 async function ask(path, query = {}) {
   const answer = await fetch(`${path}?${new URLSearchParams(query)}`);
   const content = await answer.json();
@@ -29,7 +29,7 @@ async function ask(path, query = {}) {
   return content;
 }
 
-// The address holds what is shown, so that it can be reloaded and sent to others.
+// The address contains the selection, so that the view can be reloaded and shared.
 
 function readAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
@@ -234,7 +234,7 @@ function drawCurves() {
   fillPlots();
 }
 
-/** Requests the points of visible plots whose runs, range or smoothing have changed, and draws the others anew. */
+/** Requests the points of visible plots whose runs, range or smoothing have changed, and redraws the others. */
 function fillPlots() {
   if (state.tab !== "curves") return;
   const runs = plotRuns();
@@ -429,7 +429,7 @@ function update() {
   describe().then(drawView);
 }
 
-/** Requests what the plots of runs are, of those that have changed. */
+/** Requests the descriptions of the runs that have changed. */
 async function describe() {
   const changed = selectedRuns().filter((run) => describedVersion.get(run.name) !== run.version.curves);
   if (state.tab !== "curves" || !changed.length) return;
