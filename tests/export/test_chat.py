@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from tests.data.chats import MARKED_TEMPLATE, PREFIX_TEMPLATE, REASONING_TEMPLATE, chat, make_tokenizer_folder
 from tests.export.runs import train_run
 from tests.messages import raises
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from trainwright.data.chat import render_prompt
 from trainwright.data.tokenizer import auto_tokenizer, load_tokenizer
 from trainwright.errors import ConfigError, DataError
 from trainwright.export.chat import chat_format, find_chat_template
@@ -115,6 +118,7 @@ runtime: {device: cpu}
 """
 PARTS = """
 import torch
+from trainwright.data.chat import render_prompt
 from trainwright.data.tokenizer import load_tokenizer
 
 
@@ -143,4 +147,41 @@ def test_the_template_of_a_run_is_found(tmp_path):
                 find_chat_template(folder)
         else:
             assert find_chat_template(folder) == expected
-    assert find_chat_template(export_run(tmp_path / "runs" / "chats0", tmp_path / "hf")) is None
+    exported = export_run(tmp_path / "runs" / "chats0", tmp_path / "hf")
+    assert find_chat_template(exported) is None
+    assert (exported / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("given", [None, "own"], ids=["ChatML", "own"])
+def test_an_export_renders_chats_as_its_run_did(tmp_path, given):
+    base = tmp_path / "base"
+    base.mkdir()
+    tokenizer = Tokenizer(models.BPE({one: at for at, one in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<end>"])
+    tokenizer.save(str(base / "tokenizer.json"))
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}] * 4
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.jinja").write_text(
+        "{% for one in messages %}{{ one.role }}: {{ one.content }}<end>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    train = "{type: chat, path: chats.jsonl, tokenizer: base" + (", chat_template: own.jinja}" if given else "}")
+    text = CHAT_RUN.replace("{type: parts.py:Chats, chat_template: TEMPLATE}", train)
+    text = text.replace(
+        "trainer: {type: language_model", "  collator: {type: padded, pad_token_id: 0}\ntrainer: {type: sft"
+    )
+    run_folder, _ = train_run(tmp_path, text)
+    exported = export_run(run_folder, tmp_path / "hf")
+
+    from transformers import AutoTokenizer, GenerationConfig
+
+    theirs = AutoTokenizer.from_pretrained(exported)
+    own = load_tokenizer(str(base))
+    template = (tmp_path / "own.jinja").read_text() if given else None
+    question = [{"role": "user", "content": "Hi"}]
+    prompt = theirs.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    assert prompt == render_prompt(question, own, chat_template=template)
+    [end] = own.encode("<end>" if given else "<|im_end|>")
+    assert end in GenerationConfig.from_pretrained(exported).eos_token_id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from trainwright.checkpoint.run_folder import find_run, read_config
-from trainwright.data.chat import CHATML, PROBE, Message, find_turn_end, read_template, render_chat, render_prompt
+from trainwright.data.chat import CHATML, PROBE, Message, find_turn_end, render_chat, render_prompt
 from trainwright.data.tokenizer import TextTokenizer
 from trainwright.errors import ConfigError, DataError
+from trainwright.export.huggingface import chat_template_of
 from trainwright.export.text import Continuation
 from trainwright.models.pretrained import CONFIG_FILE
 
@@ -69,17 +70,7 @@ def find_chat_template(run_or_folder: Path, *, trust: bool = False) -> str | Non
     if (run_or_folder / CONFIG_FILE).is_file():
         return None  # part of its tokenizer
     config = read_config(find_run(run_or_folder)[0], trust=trust)
-    given = None if config is None or config.data.train is None else _find_setting(config.data.train, "chat_template")
-    return None if config is None or given is None else read_template(given, Path(config.project_dir))
-
-
-def _find_setting(value: Any, name: str) -> str | None:
-    """Returns a setting of a component or of a component within it."""
-    if not isinstance(value, Mapping):
-        return None
-    if isinstance(value.get(name), str):
-        return str(value[name])
-    return next((found for item in value.values() if (found := _find_setting(item, name)) is not None), None)
+    return None if config is None else chat_template_of(config)
 
 
 def _renderer(tokenizer: Any) -> Any:

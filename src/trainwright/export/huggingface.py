@@ -22,6 +22,7 @@ from trainwright.checkpoint.run_folder import read_config
 from trainwright.config import ModelSection, RunConfig
 from trainwright.config.files import save_document
 from trainwright.config.yaml_text import absolute
+from trainwright.data.chat import CHATML, read_template, turn_end
 from trainwright.data.tokenizer import TextTokenizer, load_tokenizer, tokenizer_of
 from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 from trainwright.export.load import (
@@ -50,7 +51,7 @@ from trainwright.writers.json_lines import read_history
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     "tokenizer_config.json",
@@ -65,7 +66,7 @@ FURTHER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer.model",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     "chat_template.json",
 )
 """Files next to a tokenizer.json: the names of its tokens, its other form, and the chat template."""
@@ -100,6 +101,22 @@ def find_tokenizer(config: RunConfig) -> Any:
     if failure is not None:
         raise failure
     return None
+
+
+def chat_template_of(config: RunConfig) -> str | None:
+    """Returns the template that the data or the collator of a run sets (`chat_template`); None if neither does."""
+    sections = (config.data.train, config.data.collator)
+    given = next((found for one in sections if (found := _find_setting(one, "chat_template")) is not None), None)
+    return None if given is None else read_template(given, Path(config.project_dir))
+
+
+def _find_setting(value: Any, name: str) -> str | None:
+    """Returns a setting of a component or of a component within it."""
+    if not isinstance(value, Mapping):
+        return None
+    if isinstance(value.get(name), str):
+        return str(value[name])
+    return next((found for item in value.values() if (found := _find_setting(item, name)) is not None), None)
 
 
 def save_tokenizer(tokenizer: Any, folder: Path) -> list[Path]:
@@ -260,13 +277,46 @@ def _model_settings(model: nn.Module, section: ModelSection) -> dict[str, Any]:
 
 
 def _add_tokenizer(config: RunConfig, folder: Path) -> None:
-    """Saves the tokenizer of the run's data; a failure is only a warning."""
+    """Saves the tokenizer of the run's data with the chat template of the run; a failure is only a warning."""
     try:
         tokenizer = find_tokenizer(config)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
+            _add_chat_template(config, tokenizer, folder)
     except (TrainwrightError, OSError) as error:
         logger.warning("The export has no tokenizer: %s", error)
+
+
+def _add_chat_template(config: RunConfig, tokenizer: Any, folder: Path) -> None:
+    """Writes the template that the run rendered chats with, unless it is the tokenizer's own, and what ends a turn.
+
+    Without both, other programs would render other prompts, or none, and would not stop at the end of an answer.
+    """
+    template = chat_template_of(config)
+    if template is None:
+        has_own = not isinstance(tokenizer, TextTokenizer) or tokenizer.find_chat_template()[0] is not None
+        if has_own or not _contains_type(config.data.train, "chat"):
+            return
+        template = CHATML
+    (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+    if not isinstance(tokenizer, TextTokenizer) or not (folder / CONFIG_FILE).is_file():
+        return
+    stop_ids, _ = turn_end(tokenizer, template)
+    file = folder / GENERATION_FILE
+    generation = read_json(file) if file.is_file() else {}
+    known = generation.get("eos_token_id", tokenizer.eos_id)
+    ids = {*stop_ids, *(known if isinstance(known, list) else [] if known is None else [known])}
+    if ids:
+        # Set by transformers where no run has changed the settings: it would replace them by those of config.json.
+        generation.pop("_from_model_config", None)
+        write_json(file, {**generation, "eos_token_id": sorted(ids)})
+
+
+def _contains_type(value: Any, name: str) -> bool:
+    """Returns True if a component, or a component within it, has this type."""
+    if not isinstance(value, Mapping):
+        return False
+    return value.get("type") == name or any(_contains_type(one, name) for one in value.values())
 
 
 def _add_card(
