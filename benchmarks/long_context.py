@@ -84,11 +84,15 @@ class Device:
 
     def run(self, step: Callable[[], None]) -> dict[str, Any]:
         """Runs a step; returns whether it fitted, its peak in bytes and its seconds."""
+        from trainwright.memory.out_of_memory import is_out_of_memory
+
         self.release()
         start = time.perf_counter()
         try:
             peaks = self._count(step) if self.is_dry else self._measure(step)
-        except self.torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):  # it knows the errors of libraries too
+                raise
             found: dict[str, Any] = {"fits": False}
         else:
             found = {"fits": True, **peaks}

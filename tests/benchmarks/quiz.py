@@ -1,6 +1,7 @@
 """A quiz that a tiny language model on bytes learns within some steps, and a run that does."""
 
 import json
+import os
 import random
 
 from trainwright import RunConfig, build_trainer
@@ -30,8 +31,15 @@ writers: [json]
 """
 
 
+def write_whole(path, text):
+    """Replaces a file at once: the ranks of a test write the same files, and none reads a part of one."""
+    written = path.with_name(f"{path.name}.{os.getpid()}")
+    written.write_text(text)
+    written.replace(path)
+
+
 def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_quiz(folder):
@@ -53,7 +61,7 @@ def write_quiz(folder):
 
 def build(folder, *overrides, text=RUN):
     write_quiz(folder)
-    (folder / "run.yaml").write_text(text)
+    write_whole(folder / "run.yaml", text)
     return build_trainer(RunConfig.load(folder / "run.yaml", [f"output_dir={folder / 'runs'}", *overrides]))
 
 

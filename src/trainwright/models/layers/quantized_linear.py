@@ -159,8 +159,9 @@ def encode(weight: Tensor, kind: QuantizedType) -> tuple[Tensor, ...]:
     has_values = not (weight.is_meta or isinstance(weight, FakeTensor))  # `trainwright estimate` builds without values
     if has_values and not bool((largest <= LARGEST).all()):  # a nan is not
         raise ValueError(f"has values that are not finite, or above {LARGEST:g}")
-    # The largest value of a block has the largest code. A block of zeros is divided by 1.
-    scales = largest if kind == "nf4" else largest / 127
+    # The largest value of a block has the largest code. A block of zeros is divided by 1. 127 is a tensor, because on a
+    # GPU torch multiplies by the reciprocal of a number, which can change the last bit.
+    scales = largest if kind == "nf4" else largest / torch.full_like(largest, 127.0)
     divisors = scales.where(scales > 0, 1.0)[:, None]
     chunks = zip(*(torch.split(each, _CHUNK // size) for each in (blocks, divisors)), strict=True)
     codes = torch.cat([encode_blocks(chunk.float() / divisor) for chunk, divisor in chunks]).view(-1)
