@@ -10,7 +10,7 @@ from tests.messages import check_message
 from typer.testing import CliRunner
 
 from trainwright.cli import app
-from trainwright.errors import ConfigError
+from trainwright.errors import ConfigError, TrainwrightError
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +68,13 @@ def test_a_file_of_another_form_is_rejected(run, tmp_path, content):
     done = invoke(run[0], "--benchmarks", tmp_path / "file.yaml")
     assert isinstance(done.exception, ConfigError)
     assert "file.yaml" in str(done.exception)
+
+
+def test_an_error_names_the_line_of_the_file(run, tmp_path):
+    (tmp_path / "file.yaml").write_text(
+        "- {type: multiple_choice, path: quiz.jsonl, tokenizer: bytes}\n"
+        "- {type: generate, name: more, path: absent.jsonl, tokenizer: bytes}\n"
+    )
+    done = invoke(run[0], "--benchmarks", tmp_path / "file.yaml")
+    assert isinstance(done.exception, TrainwrightError)
+    assert str(done.exception.where) == f"{tmp_path / 'file.yaml'}:2"

@@ -284,7 +284,7 @@ class _Images(Dataset[torch.Tensor]):
 def _measure_loader(report: Report) -> None:
     with _measuring(report, "data loader"):
         rates = {num_workers: _loader_rate(num_workers) for num_workers in (0, 1, 2)}
-        shown = ", ".join(f"{number} workers {rate:,.0f}" for number, rate in rates.items())
+        shown = ", ".join(f"{number} worker{'' if number == 1 else 's'} {rate:,.0f}" for number, rate in rates.items())
         report.measurements["data loader"] = f"samples/s: {shown}"
         if num_cores() > 2 and rates[2] < rates[0]:
             advice = "Look at /dev/shm and at other programs on this machine; `data.num_workers: 0` may be faster here."

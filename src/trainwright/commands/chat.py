@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ import typer
 from trainwright.commands.terminal import (
     CheckpointStep,
     DeviceChoice,
+    ModelPath,
     RepetitionPenalty,
     Seed,
     Temperature,
@@ -29,7 +29,7 @@ HELP = "/reset begins another conversation, /exit or Ctrl-D leaves, Ctrl-C ends 
 
 
 def chat(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of an export.", show_default=False)],
+    run: ModelPath,
     system: Annotated[
         str | None, typer.Option(help="The system prompt, before the conversation.", show_default="none")
     ] = None,

@@ -21,7 +21,7 @@ from trainwright.checkpoint.listing import CHECKPOINTS, Listed, checkpoints_loca
 from trainwright.checkpoint.manifest import STEP_NAME, UnreachableError
 from trainwright.checkpoint.remote_files import is_address, local_path
 from trainwright.checkpoint.retention import Retention, delete_all
-from trainwright.commands.terminal import CONFIG_FILE, MISSING, age_text, show_rows, size_text
+from trainwright.commands.terminal import CONFIG_FILE, MISSING, age_text, named_run, show_rows, size_text
 from trainwright.config import RunConfig
 from trainwright.errors import CheckpointError, TrainwrightError
 from trainwright.safe_text import mask_secrets, safe
@@ -41,7 +41,13 @@ class CheckpointFolder:
 
 def checkpoints(
     run: Annotated[
-        str, typer.Argument(help="The run's folder, or that of its checkpoints.", metavar="RUN", show_default=False)
+        str,
+        typer.Argument(
+            help="The run's folder or name, or the folder of its checkpoints.",
+            metavar="RUN",
+            show_default=False,
+            callback=named_run,
+        ),
     ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare every byte with its hash; exit with 1 if one is damaged.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainwright.commands.terminal import CONFIG_FILE, MISSING, AsJson, load_run, show_rows
+from trainwright.commands.terminal import CONFIG_FILE, MISSING, AsJson, load_run, named_run, show_rows
 from trainwright.config import KeepBest
 from trainwright.config.problems import suggest
 from trainwright.errors import ConfigError
@@ -42,7 +42,7 @@ class _Run:
 
 
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Run folders, or names of runs in runs/.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or names of runs in runs/.")],
     metric: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A metric to draw; may be repeated. Default: loss.")
     ] = None,
@@ -81,9 +81,9 @@ def compare(
 
 def _find(run: str) -> Path:
     """Returns the folder of a run, given by its path or its name."""
-    for folder in (Path(run), Path("runs") / run):
-        if (folder / CONFIG_FILE).is_file():
-            return folder
+    folder = named_run(Path(run))
+    if (folder / CONFIG_FILE).is_file():
+        return folder
     raise ConfigError(
         f"{run} is not a run folder: neither {run}/{CONFIG_FILE} nor runs/{run}/{CONFIG_FILE} exists. "
         "`trainwright runs` lists the runs of a folder."

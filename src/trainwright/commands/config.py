@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trainwright.commands.terminal import MISSING, Overrides, load_run, show_rows
+from trainwright.commands.terminal import MISSING, Overrides, load_run, named_run, show_rows
 from trainwright.config import Component, Frozen, RunConfig, yaml_text
 from trainwright.config.builtin import BUILT_INS
 from trainwright.config.frozen import same, thaw
@@ -37,7 +37,8 @@ class Setting(NamedTuple):
 
 def config(
     run: Annotated[
-        Path | None, typer.Argument(help="The run's YAML file, or its folder.", show_default=False, metavar="RUN")
+        Path | None,
+        typer.Argument(help="The run's YAML file, its folder, or its name.", metavar="RUN", callback=named_run),
     ] = None,
     overrides: Overrides = None,
     schema: Annotated[

@@ -98,7 +98,7 @@ def _show(found: Estimate, limit: int | None) -> None:
     print(f"Rank {found.rank}, in a step of {batch}:\n")
     kinds = [kind for kind, size in found.most.items() if size or found.at_peak[kind]]
     rows = [(kind, size_text(found.most[kind]), size_text(found.at_peak[kind])) for kind in kinds]
-    show_rows(("held", "at most", "at the peak"), [*rows, ("together", "", size_text(found.peak_bytes))])
+    show_rows(("held", "at most", "at the peak"), [*rows, ("total", "", size_text(found.peak_bytes))])
     print(f"\nA checkpoint takes {size_text(found.checkpoint_bytes)} on disk, of all ranks together.")
     for remark in found.remarks:
         print(remark)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from trainwright.commands.terminal import CheckpointStep, Overrides, RunPath, Trust, Weights, importing, load_run
 from trainwright.config import Component
+from trainwright.config.files import parse_file
 from trainwright.config.sections import benchmark_name
+from trainwright.config.yaml_text import Node
 from trainwright.errors import ConfigError
 from trainwright.safe_text import json_text
 
@@ -85,34 +85,37 @@ def evaluate(
     model_dir = str(run) if run.is_dir() else None
     config = load_run(run, overrides, trust=trust)
     if benchmarks is not None:
-        listed = _with_benchmarks(config.evaluation.benchmarks, _read_benchmarks(benchmarks), benchmarks)
-        config = load_run(run, [*(overrides or ()), f"evaluation.benchmarks={json.dumps(listed)}"], trust=trust)
+        listed = _with_benchmarks(config.evaluation.benchmarks, _read_benchmarks(benchmarks))
+        config = config.derive({"evaluation.benchmarks": listed})
     _, logs = run_experiment(config, mode="eval", model_dir=model_dir, step=step, weights=weights)
     print(json_text(logs, indent=2))
 
 
-def _with_benchmarks(own: Sequence[Component], added: list[Any], file: Path) -> list[Any]:
+def _with_benchmarks(own: Sequence[Component], added: Sequence[Node]) -> list[Node]:
     """Returns the benchmarks of a run and of a file; of two with the same name that of the file."""
     components = []
     for number, each in enumerate(added):
-        if not isinstance(each, dict) or not isinstance(each.get("type"), str):
-            raise ConfigError(f"--benchmarks: entry {number} (counted from 0) has no type. Add one.", where=file)
-        components.append(Component.from_mapping(each))
+        entry = each.plain()
+        if not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
+            problem = f"--benchmarks: entry {number} (counted from 0) has no type. Add one."
+            raise ConfigError(problem, where=each.origin)
+        components.append(Component.from_mapping(entry))
     names = [benchmark_name(each) for each in components]
-    return [each.to_dict() for each in own if benchmark_name(each) not in names] + added
+    kept = [Node(each.to_dict(), each.origin) for each in own if benchmark_name(each) not in names]
+    return [*kept, *added]
 
 
-def _read_benchmarks(file: Path) -> list[Any]:
+def _read_benchmarks(file: Path) -> Sequence[Node]:
     """Returns the list of a file, or its `benchmarks`, or those of its `evaluation` section."""
     try:
-        found = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--benchmarks: the file cannot be read: {error}.", where=file) from error
+        found = parse_file(file, str(file))
+    except ConfigError as error:
+        raise ConfigError(f"--benchmarks: {error.problem}", where=error.where) from error
     for name in ("evaluation", "benchmarks"):
-        found = found.get(name, found) if isinstance(found, dict) else found
-    if not isinstance(found, list) or not found:
+        found = found.value.get(name, found) if isinstance(found.value, dict) else found
+    if not isinstance(found.value, tuple) or not found.value:
         raise ConfigError("--benchmarks: must be a list such as [{type: multiple_choice, path: …}].", where=file)
-    return found
+    return found.value
 
 
 def _run_tasks(

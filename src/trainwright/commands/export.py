@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from trainwright.commands.terminal import CheckpointStep, Trust, Weights
+from trainwright.commands.terminal import CheckpointStep, Trust, Weights, named_run
 from trainwright.errors import ConfigError
 
 ExportFormat = StrEnum("ExportFormat", ["huggingface", "safetensors"])
@@ -16,7 +16,12 @@ WeightDtype = StrEnum("WeightDtype", ["bf16", "fp16", "fp32"])
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="The run's folder, or one of its checkpoints.", show_default=False)],
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="The run's folder or name, or one of its checkpoints.", show_default=False, callback=named_run
+        ),
+    ],
     to: Annotated[Path, typer.Option(help="The folder to write.", show_default=False)],
     step: CheckpointStep = "latest",
     weights: Weights = None,

@@ -13,6 +13,7 @@ import typer
 from trainwright.commands.terminal import (
     CheckpointStep,
     DeviceChoice,
+    ModelPath,
     RepetitionPenalty,
     Seed,
     Temperature,
@@ -27,7 +28,7 @@ from trainwright.safe_text import escape_controls
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of an export.", show_default=False)],
+    run: ModelPath,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.", show_default=False)] = None,
     prompts: Annotated[
         Path | None,

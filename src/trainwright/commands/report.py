@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from trainwright.commands.terminal import CONFIG_FILE
+from trainwright.commands.terminal import CONFIG_FILE, named_run
 from trainwright.errors import TrainwrightError
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run's folder.", show_default=False)],
+    run: Annotated[Path, typer.Argument(help="A run's folder or name.", show_default=False, callback=named_run)],
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a summary for a pull request instead.")] = False,
     output: Annotated[
         Path | None, typer.Option(help="The file to write.", show_default="report.html in the run folder")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from trainwright.commands.terminal import (
     CheckpointStep,
     DeviceChoice,
+    ModelPath,
     TokenizerChoice,
     Trust,
     Weights,
@@ -18,7 +18,7 @@ from trainwright.commands.terminal import (
 
 
 def serve(
-    run: Annotated[Path, typer.Argument(help="A run's folder, or a folder of an export.", show_default=False)],
+    run: ModelPath,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for a free one.")] = 8000,
     host: Annotated[
         str, typer.Option(help="The address to listen on. Any other than this machine's own requires --token.")

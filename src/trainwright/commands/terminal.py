@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -28,7 +28,25 @@ MISSING = "–"
 CONFIG_FILE = "config.yaml"
 """As in checkpoint/run_folder.py, which imports torch. A test compares them."""
 
-RunPath = Annotated[Path, typer.Argument(help="The run's YAML file, or its folder.", show_default=False)]
+
+Given = TypeVar("Given", str, Path, Path | None)
+
+
+def named_run(given: Given) -> Given:
+    """Returns the folder in `runs/` for the name of a run; any other path as it is."""
+    if given is None or Path(given).exists():
+        return given
+    folder = Path("runs") / given
+    return type(given)(folder) if (folder / CONFIG_FILE).is_file() else given
+
+
+RunPath = Annotated[
+    Path, typer.Argument(help="The run's YAML file, its folder, or its name.", show_default=False, callback=named_run)
+]
+ModelPath = Annotated[
+    Path,
+    typer.Argument(help="A run's folder or name, or a folder of an export.", show_default=False, callback=named_run),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings to replace, such as trainer.max_steps=500; ~key removes one.", show_default=False),
@@ -69,6 +87,11 @@ def load_run(run: Path, overrides: Sequence[str] | None = None, *, trust: bool =
     A folder is untrusted unless a run of this user wrote it, or `trust` is set.
     """
     file = run / CONFIG_FILE if run.is_dir() else run
+    if not run.exists() and run.suffix not in (".yaml", ".yml", ".py"):
+        raise ConfigError(
+            f"there is no run {run}: no such file or folder, and no folder {Path('runs') / run}. `trainwright runs` "
+            "lists the runs of a folder."
+        )
     if run.is_dir() and not file.is_file():
         raise ConfigError(f"{run} is not a run folder: it has no {CONFIG_FILE}. Pass a YAML file or runs/NAME.")
     return RunConfig.load(file, overrides or (), trust=trust or (False if run.is_dir() else None))

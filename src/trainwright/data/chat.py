@@ -125,7 +125,7 @@ def read_messages(value: Any, name: str = "messages") -> list[Message]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise DataError(f"{name} is {_kind(value)}. Use a list of messages, each with role and content.")
     if not len(value):
-        raise DataError(f"{name} is an empty list. Remove the row.")
+        raise DataError(f"{name} is empty. It needs at least one message, with role and content.")
     return [_read_message(each, f"{name}[{number}]") for number, each in enumerate(value)]
 
 

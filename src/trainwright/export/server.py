@@ -140,11 +140,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == f"/v1/models/{served.name}":
             self._send(HTTPStatus.OK, entry)
         else:
-            raise _unknown_path(self.path)
+            raise _unknown_path(self.command, self.path)
 
     def _complete(self) -> None:
         if self.path not in ("/v1/chat/completions", "/v1/completions"):
-            raise _unknown_path(self.path)
+            raise _unknown_path(self.command, self.path)
         is_chat = self.path == "/v1/chat/completions"
         request = read_request(self._read_body(), is_chat=is_chat, model=self.served.name)
         with closing(_continue(self.served, request)) as made:
@@ -201,9 +201,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
 
-def _unknown_path(path: str) -> RequestError:
+def _unknown_path(method: str, path: str) -> RequestError:
     known = "GET /v1/models, POST /v1/chat/completions, POST /v1/completions"
-    return RequestError(f"There is no {safe(path)[:200]}. There are: {known}.", status=HTTPStatus.NOT_FOUND)
+    return RequestError(f"There is no {method} {safe(path)[:200]}. There are: {known}.", status=HTTPStatus.NOT_FOUND)
 
 
 @dataclass(frozen=True, kw_only=True)

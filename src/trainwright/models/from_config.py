@@ -130,7 +130,7 @@ def replace_modules(model: nn.Module, rules: Mapping[str, Any], make: Make) -> l
             new = make(rules[glob], old)
             if not isinstance(new, nn.Module):
                 kind = type(new).__name__
-                raise ConfigError(f'replace: "{glob}" creates a {kind}, not a torch.nn.Module, for {name}.')
+                raise ConfigError(f'replace: "{glob}" returned a {kind}, not a torch.nn.Module, for {name}.')
             created[id(old)] = new.train(old.training)
     # Only when all are created: a constructor that fails leaves the model unchanged.
     for name, old in old_modules.items():
@@ -458,7 +458,7 @@ def _is_shipped_kind(target: Any) -> bool:
 def _instantiate(section: Component, project_dir: Path, origin: registry.OriginOf) -> nn.Module:
     model = registry.instantiate("model", section, project_dir=project_dir, label="model", origin_of=origin)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{section.type} creates a {type(model).__name__}, not a torch.nn.Module.")
+        raise ConfigError(f"{section.type} returned a {type(model).__name__}, not a torch.nn.Module.")
     return model
 
 

@@ -411,10 +411,15 @@ def _check_room(model: nn.Module, lengths: Sequence[int], max_new_tokens: int) -
         number = f"{list(lengths).index(0)} (counted from 0) " if len(lengths) > 1 else ""
         raise DataError(f"The prompt {number}has no tokens. Pass at least one.")
     room = room_after(model, max(lengths))
+    if room is not None and room < 1:
+        raise DataError(
+            f"The prompt has {max(lengths)} tokens, but the model has {_max_positions(model)} positions. Shorten the "
+            "prompt."
+        )
     if room is not None and max_new_tokens > room:
         raise DataError(
             f"max_new_tokens is {max_new_tokens}, but the model has {_max_positions(model)} positions, and the prompt "
-            f"has {max(lengths)} tokens: {room} can follow. Use fewer, or shorten the prompt."
+            f"has {max(lengths)} tokens: at most {room} can follow. Use fewer, or shorten the prompt."
         )
 
 

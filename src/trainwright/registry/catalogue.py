@@ -69,8 +69,10 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring."""
-        return self.doc.partition("\n")[0]
+        """The first sentence of the docstring, or its first paragraph; torch wraps sentences over several lines."""
+        paragraph = " ".join(self.doc.partition("\n\n")[0].split())
+        first_line = self.doc.partition("\n")[0]
+        return first_line if first_line.endswith(".") else paragraph.partition(". ")[0]
 
 
 class Unreadable(NamedTuple):
