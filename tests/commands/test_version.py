@@ -43,7 +43,7 @@ def complete(words, incomplete):
 
 
 def test_a_shell_completes_commands_kinds_and_names():
-    assert complete([], "comp") == ["components"]
+    assert complete([], "compo") == ["components"]
     assert complete(["components"], "opt") == ["optimizer"]
     assert complete(["components", "schedule"], "cos") == ["cosine"]
 

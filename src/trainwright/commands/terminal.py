@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -21,6 +21,7 @@ from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
 from trainwright.launch.local import shared_folder
 from trainwright.log import align_columns
+from trainwright.progress import is_terminal, progress
 from trainwright.safe_text import escape_controls
 
 MISSING = "–"
@@ -94,6 +95,13 @@ def load_run(run: Path, overrides: Sequence[str] | None = None, *, trust: bool =
     if run.is_dir() and not file.is_file():
         raise ConfigError(f"{run} is not a run folder: it has no {CONFIG_FILE}. Pass a YAML file or runs/NAME.")
     return RunConfig.load(file, overrides or (), trust=trust or (False if run.is_dir() else None))
+
+
+@contextmanager
+def shown_in_terminal(what: str) -> Iterator[None]:
+    """Shows slow work of a command, such as the import of torch, in the last row of a terminal, and not in a pipe."""
+    with progress(what) if is_terminal(2) else nullcontext():
+        yield
 
 
 @contextmanager
