@@ -41,7 +41,7 @@ def test_measurements_are_positive_and_leave_no_file(tmp_path, monkeypatch):
     measured = found["measurements"]
     assert float(re.match(r"[\d.e-]+", measured["matmul float32"])[0]) > 0
     assert re.fullmatch(r"write [\d,]+ MB/s, read [\d,]+ MB/s", measured["disk"])
-    rates = re.findall(r"workers ([\d,]+)", measured["data loader"])
+    rates = re.findall(r"workers? ([\d,]+)", measured["data loader"])
     assert all(int(each.replace(",", "")) > 0 for each in rates)
     assert len(rates) == 3
     assert "with one thread" in measured["tokenizer"]

@@ -26,7 +26,7 @@ def test_every_kind_of_memory_is_shown(run_file, in_tmp):
     done = invoke(run_file, "--world", 4, "--length", 32)
     assert done.exit_code == 0, done.output
     shown = [line.split("  ")[0] for line in done.stdout.splitlines()]
-    for kind in ("parameters", "gradients", "optimizer states", "activations", "gathered parameters", "together"):
+    for kind in ("parameters", "gradients", "optimizer states", "activations", "gathered parameters", "total"):
         assert kind in shown
     assert "A checkpoint takes " in done.stdout
     assert "fits" not in done.stdout

@@ -78,3 +78,14 @@ def test_an_error_names_the_line_of_the_file(run, tmp_path):
     done = invoke(run[0], "--benchmarks", tmp_path / "file.yaml")
     assert isinstance(done.exception, TrainwrightError)
     assert str(done.exception.where) == f"{tmp_path / 'file.yaml'}:2"
+
+
+def test_a_run_is_found_by_its_name(run, tmp_path, monkeypatch):
+    folder, logs = run
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "quiz-run").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(invoke("quiz-run", "--step", "best").stdout) == logs
+    done = invoke("quiz-rnu")
+    assert isinstance(done.exception, ConfigError)
+    check_message(str(done.exception), "quiz-rnu", "trainwright runs")

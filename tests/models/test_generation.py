@@ -75,7 +75,7 @@ def test_more_tokens_than_there_are_positions_for_are_rejected_with_what_is_left
         with_cache, without = (drawn(model, tokens(1, length), use_cache=each, **options) for each in (True, False))
         assert torch.equal(with_cache, without)
         assert with_cache.shape == (1, room)
-    with raises(DataError, room, "6"):
+    with raises(DataError, room or length, "6"):
         drawn(model, tokens(1, length), max_new_tokens=room + 1)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from trainwright.commands.terminal import CONFIG_FILE, Overrides, RunPath, Trust
+from trainwright.commands.terminal import CONFIG_FILE, Overrides, RunPath, Trust, shown_in_terminal
 
 
 def check(run: RunPath, overrides: Overrides = None, trust: Trust = False) -> None:
@@ -16,11 +16,12 @@ def check(run: RunPath, overrides: Overrides = None, trust: Trust = False) -> No
     Everything runs on the CPU in a temporary folder; the run folder is not touched. Exits with 1 if there are errors;
     with remarks alone it exits with 0.
     """
-    from trainwright.analysis.check import check_run
-
     is_folder = run.is_dir()
     file = run / CONFIG_FILE if is_folder else run
-    report = check_run(file, overrides or [], trust=trust or (False if is_folder else None))
+    with shown_in_terminal(f"Checking {run}"):
+        from trainwright.analysis.check import check_run
+
+        report = check_run(file, overrides or [], trust=trust or (False if is_folder else None))
     has_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     print(report.render(colour=has_colours))
     if not report.is_ok:

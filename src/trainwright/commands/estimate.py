@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainwright.commands.shard import Length, Rank, World, describe_batch, describe_ranks
-from trainwright.commands.terminal import AsJson, Overrides, RunPath, Trust, load_run, show_rows, size_text
+from trainwright.commands.terminal import (
+    AsJson,
+    Overrides,
+    RunPath,
+    Trust,
+    load_run,
+    show_rows,
+    shown_in_terminal,
+    size_text,
+)
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError
 
@@ -38,9 +47,10 @@ def estimate(
     """
     config = load_run(run, overrides, trust=trust)
     limit = None if memory is None else read_size(memory)
-    from trainwright.analysis.estimate import estimate as estimate_run
+    with shown_in_terminal("Building the run on fake ranks"):
+        from trainwright.analysis.estimate import estimate as estimate_run
 
-    found = estimate_run(config, world_size=world, rank=rank, sequence_length=length)
+        found = estimate_run(config, world_size=world, rank=rank, sequence_length=length)
     if as_json:
         fitting = {} if limit is None else {"memory_bytes": limit, "fits": found.fits(limit)}
         print(json.dumps(found.to_dict() | fitting, indent=2))

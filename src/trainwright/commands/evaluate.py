@@ -8,7 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from trainwright.commands.terminal import CheckpointStep, Overrides, RunPath, Trust, Weights, importing, load_run
+from trainwright.commands.terminal import (
+    CheckpointStep,
+    Overrides,
+    RunPath,
+    Trust,
+    Weights,
+    load_run,
+    shown_in_terminal,
+)
 from trainwright.config import Component
 from trainwright.config.files import parse_file
 from trainwright.config.sections import benchmark_name
@@ -79,7 +87,7 @@ def evaluate(
     for name in given:
         raise ConfigError(f"--{name.replace('_', '-')} has no effect without --tasks. Add --tasks, or remove it.")
 
-    with importing():
+    with shown_in_terminal("Importing torch"):
         from trainwright.api.run import run_experiment
 
     model_dir = str(run) if run.is_dir() else None

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainwright.commands.terminal import AsJson, Overrides, RunPath, Trust, load_run, show_rows, size_text
+from trainwright.commands.terminal import (
+    AsJson,
+    Overrides,
+    RunPath,
+    Trust,
+    load_run,
+    show_rows,
+    shown_in_terminal,
+    size_text,
+)
 
 if TYPE_CHECKING:
     from trainwright.analysis.shard import Sharding
@@ -37,9 +46,10 @@ def shard(
     Builds the run on fake ranks and runs one step on fake tensors.
     """
     config = load_run(run, overrides, trust=trust)
-    from trainwright.analysis.shard import plan_shards
+    with shown_in_terminal("Building the run on fake ranks"):
+        from trainwright.analysis.shard import plan_shards
 
-    found = plan_shards(config, world_size=world, rank=rank, sequence_length=length)
+        found = plan_shards(config, world_size=world, rank=rank, sequence_length=length)
     if as_json:
         print(json.dumps(found.to_dict(), indent=2))
     else:

@@ -98,9 +98,9 @@ def load_run(run: Path, overrides: Sequence[str] | None = None, *, trust: bool =
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Shows in a terminal that a command imports torch, which takes seconds on a slow disk."""
-    with nullcontext() if stderr_terminal() is None else progress("Importing torch"):
+def shown_in_terminal(what: str) -> Iterator[None]:
+    """Shows slow work of a command, such as the import of torch, in the last row of a terminal, and not in a pipe."""
+    with nullcontext() if stderr_terminal() is None else progress(what):
         yield
 
 

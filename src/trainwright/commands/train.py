@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from trainwright.api.experiments import load_experiment, split_overrides
-from trainwright.commands.terminal import Overrides, Trust, importing, temporary_folder
+from trainwright.commands.terminal import Overrides, Trust, shown_in_terminal, temporary_folder
 from trainwright.config import RunConfig
 from trainwright.errors import ConfigError, TrainwrightError, WorkerLostError
 from trainwright.launch.local import (
@@ -134,7 +134,7 @@ def train(
         fresh = False
     if resume and mode not in _EVALUATING:
         _warn_without_checkpoint(config, model_dir)
-    with importing():
+    with shown_in_terminal("Importing torch"):
         from trainwright.api.run import run_experiment
 
     options: dict[str, Any] = {"mode": mode, "model_dir": model_dir, "timeout_seconds": timeout}
