@@ -194,3 +194,8 @@ def test_presets_are_listed_with_their_sizes(project):
 def test_arguments_that_the_builder_passes_to_muon_are_not_listed(project):
     assert "kinds:" not in ask("optimizer", "muon").stdout
     assert "exclude:" in ask("optimizer", "muon").stdout
+
+
+def test_a_summary_is_a_whole_sentence(project):
+    [line] = [line for line in ask("loss").stdout.splitlines() if line.split()[1] == "l1"]
+    assert "and target" in line  # torch wraps this sentence over two lines

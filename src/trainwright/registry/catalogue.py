@@ -119,7 +119,7 @@ def _built_in(library: _Library, kind: str, type_name: str, reference: str, dist
     doc = module.doc_of(definition)
     if not distribution and not module.name.startswith("trainwright."):
         # Docstrings of other libraries contain markup and formulas.
-        doc = f"{doc.partition(chr(10))[0]}\n\nSee {module_name}.{name}."
+        doc = f"{doc.partition(chr(10) * 2)[0]}\n\nSee {module_name}.{name}."
     signature = library.signature(kind, module, definition)
     return Entry(kind, type_name, module.location(definition), doc, signature, distribution=distribution)
 
