@@ -52,15 +52,6 @@ def test_an_empty_dataset(tmp_path):
     assert not (tmp_path / "small").exists()
 
 
-@pytest.mark.parametrize("split", ["null", "{valid: 2}"])
-def test_a_missing_file_of_the_data_names_the_setting(tmp_path, split):
-    overrides = ["data.train={type: json_lines, path: absent.jsonl}", "data.eval=null", f"data.split={split}"]
-    with pytest.raises(DataError) as caught:
-        build_trainer(load(tmp_path, *overrides))
-    assert str(caught.value.where).startswith("override data.train=")
-    assert mentions(caught.value.problem, "data.train", "path", "absent.jsonl")
-
-
 def test_a_batch_larger_than_the_data(tmp_path):
     message = fails(tmp_path, "data.train.size=7")
     assert mentions(message, "trainer.global_batch_size", "8", "7", "data.train")

@@ -877,8 +877,7 @@ class Build:
             self._splits = {}
             if self.config.data.cut_off:
                 self.used.add("data.split")
-                with add_location(self.config, section="data.train"):  # the length of the data reads their files
-                    self._splits = self._divide(self._dataset("data.train", self.config.data.train))
+                self._splits = self._divide(self._dataset("data.train", self.config.data.train))
         return self._splits
 
     def _divide(self, whole: Any) -> dict[str, Any]:

@@ -194,7 +194,7 @@ class Loaders:
 
         `sampler` defines their order. If the trainer `makes_batches` there is no dataset.
         """
-        with add_location(self._config, section="data.train"):
+        with add_location(self._config):
             data = self._made_batches() if makes_batches else self._training_data(dataset, sampler)
         reject_parts_of_epochs(self._config, data)
         max_steps, data.num_samples = limits(self._config, data)
@@ -308,7 +308,7 @@ class Loaders:
             "max_batches": self._config.evaluation.max_batches,
             **self._common,
         }
-        with add_location(self._config, section=f"data.eval.{name}"):
+        with add_location(self._config):
             reject_loader(dataset, f"data.eval.{name}")
             if is_stream(dataset):
                 return EvalStream(dataset, sum_counts=self._sum_counts, **arguments)
@@ -321,21 +321,15 @@ class Loaders:
 
 
 @contextmanager
-def add_location(config: RunConfig, *, section: str | None = None) -> Iterator[None]:
-    """Adds the line of the setting to an error that starts with its name (`data.train: …`).
-
-    An error about files that a dataset opens at its first use starts with `path:`; `section` is that of the dataset.
-    """
+def add_location(config: RunConfig) -> Iterator[None]:
+    """Adds the line of the setting to an error that starts with its name (`data.train: …`)."""
     try:
         yield
     except (DataError, ConfigError) as error:
-        name, problem = error.problem.partition(":")[0], error.problem
-        if section is not None and name == "path":
-            name, problem = f"{section}.path", f"{section}: {problem}"
-        where = config.origin(name)
+        where = config.origin(error.problem.partition(":")[0])
         if error.where is not None or where is None:
             raise
-        raise type(error)(problem, where=where) from error
+        raise type(error)(error.problem, where=where) from error
 
 
 def reject_without_dataset(config: RunConfig) -> None:
