@@ -427,6 +427,9 @@ def test_what_works_on_rows_can_travel_to_a_spawned_worker():
 
 
 def test_progress_is_told_with_workers_too(run, caplog, monkeypatch):
+    monkeypatch.setattr("trainwright.progress.is_progress_shown", lambda: True)
+    monkeypatch.setattr("trainwright.progress.stderr_terminal", lambda: None)
+    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("trainwright.progress.LOGGED_AFTER_SECONDS", 0.0)
     monkeypatch.setattr("trainwright.progress.LOGGED_EVERY_SECONDS", 0.01)  # other tests have logged the same work
     with caplog.at_level(logging.INFO, "trainwright"):
