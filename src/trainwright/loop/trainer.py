@@ -666,7 +666,7 @@ class Trainer:
         if pipeline is not None:
             _require_mapping(batch)
             micro_batches = [Batch(each, self._batch.num_samples) for each in self.micro_batches(batch)]
-            with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
+            with self._autocast():
                 update.backward_pipelined(micro_batches, self._read_stage_outputs, pipeline)
             return update.apply()
         for micro_batch in self.micro_batches(batch):
@@ -782,7 +782,7 @@ class Trainer:
             trace.enter_part("forward")
         num_samples = self._batch.num_samples
         # A copy of every weight in low precision must not outlive its gathering for one layer (FSDP).
-        with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
+        with self._autocast():
             try:
                 if self._compiled is not None:
                     result = self._run_compiled(self._compiled, batch, num_samples)
@@ -840,7 +840,7 @@ class Trainer:
         pipeline = self._updater.pipeline
         if pipeline is None:
             return logs_of(self.run_forward(batch))
-        with self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None):
+        with self._autocast():
             outputs = pipeline.evaluate(_require_mapping(batch))
         return (
             EvalLogs()
@@ -1842,6 +1842,10 @@ class Trainer:
             keeps_training_outputs=self._keeps_outputs,
             sums_gradients=self.ranks.mesh.size("replicate") > 1 and not self.ranks.mesh.is_split,
         )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Returns a context with the precision of the run. Casts of parameters that FSDP gathers are not kept."""
+        return self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None)
 
     def _make_gather_mixed(self) -> GatherMixed | nullcontext[None]:
         """Returns a context for user code that computes with sharded parameters; it has no effect without them."""

@@ -51,8 +51,7 @@ class DistillTrainer(Trainer):
                 f"{', '.join(batch) if isinstance(batch, Mapping) else type(batch).__name__}. Use a collator that "
                 'makes them, such as "padded".'
             )
-        keeps_casts = self.context.updater.sync is None
-        with torch.no_grad(), self.backend.autocast(self.config.runtime.precision, keeps_casts=keeps_casts):
+        with torch.no_grad(), self._autocast():
             logits = self._logits_of(self.context.frozen_models["teacher"], batch)
         return super().run_forward({**batch, "teacher_logits": logits})
 

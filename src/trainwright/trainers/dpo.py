@@ -222,9 +222,6 @@ class DPOTrainer(Trainer):
         with reference_of(self.model, self.context.frozen_models.get("reference")) as reference:
             yield reference
 
-    def _autocast(self) -> Any:
-        return self.backend.autocast(self.config.runtime.precision, keeps_casts=self.context.updater.sync is None)
-
     def _logits_of(self, model: torch.nn.Module, batch: Mapping[str, Any], prefix: str = "") -> Tensor:
         """Returns the logits of all sequences, with the dims of the batch before the last one."""
         names = ("input_ids", "attention_mask")

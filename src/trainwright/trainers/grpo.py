@@ -398,9 +398,6 @@ class GRPOTrainer(Trainer):
             every = at_least_float32(logits[:, :-1]).log_softmax(dim=-1)
             return log_probs, -(every.exp() * every).sum(dim=-1)
 
-    def _autocast(self) -> Any:
-        return self.backend.autocast(self.config.runtime.precision, keeps_casts=self.context.updater.sync is None)
-
     def _describe(self, samples: Samples, scores: Sequence[Sequence[float]]) -> str:
         """Returns the first prompt with a completion and its reward, to be logged."""
         reward = self._weigh(torch.tensor(scores[:1], dtype=torch.float64)).item()
