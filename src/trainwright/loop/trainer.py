@@ -666,7 +666,7 @@ class Trainer:
         if pipeline is not None:
             _require_mapping(batch)
             micro_batches = [Batch(each, self._batch.num_samples) for each in self.micro_batches(batch)]
-            with self._autocast():
+            with self.autocast():
                 update.backward_pipelined(micro_batches, self._read_stage_outputs, pipeline)
             return update.apply()
         for micro_batch in self.micro_batches(batch):
@@ -782,7 +782,7 @@ class Trainer:
             trace.enter_part("forward")
         num_samples = self._batch.num_samples
         # A copy of every weight in low precision must not outlive its gathering for one layer (FSDP).
-        with self._autocast():
+        with self.autocast():
             try:
                 if self._compiled is not None:
                     result = self._run_compiled(self._compiled, batch, num_samples)
@@ -840,7 +840,7 @@ class Trainer:
         pipeline = self._updater.pipeline
         if pipeline is None:
             return logs_of(self.run_forward(batch))
-        with self._autocast():
+        with self.autocast():
             outputs = pipeline.evaluate(_require_mapping(batch))
         return (
             EvalLogs()
@@ -1843,8 +1843,11 @@ class Trainer:
             sums_gradients=self.ranks.mesh.size("replicate") > 1 and not self.ranks.mesh.is_split,
         )
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        """Returns a context with the precision of the run. Casts of parameters that FSDP gathers are not kept."""
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Returns a context with the precision of the run, for a forward of your own outside of `run_forward`.
+
+        `run_forward` and `eval_step` enter it themselves. Casts of parameters that FSDP gathers are not kept.
+        """
         return self.backend.autocast(self.config.runtime.precision, keeps_casts=self._updater.sync is None)
 
     def _make_gather_mixed(self) -> GatherMixed | nullcontext[None]:

@@ -51,7 +51,7 @@ class DistillTrainer(Trainer):
                 f"{', '.join(batch) if isinstance(batch, Mapping) else type(batch).__name__}. Use a collator that "
                 'makes them, such as "padded".'
             )
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self.autocast():
             logits = self._logits_of(self.context.frozen_models["teacher"], batch)
         return super().run_forward({**batch, "teacher_logits": logits})
 

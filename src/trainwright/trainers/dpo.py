@@ -140,7 +140,7 @@ class DPOTrainer(Trainer):
     @torch.no_grad()
     def reference_log_probs(self, batch: Mapping[str, Any], prefix: str = "") -> Tensor:
         """Returns the log-probability of each answer under the reference: [samples, 2], or with kto [samples]."""
-        with self._reference() as model, self._autocast():
+        with self._reference() as model, self.autocast():
             return sequence_log_probs(self._logits_of(model, batch, prefix), batch[f"{prefix}labels"])
 
     def eval_end(self, aggregated: Any) -> dict[str, Any]:
@@ -244,7 +244,7 @@ class DPOTrainer(Trainer):
             return {"samples_per_token": samples / tokens.clamp(min=1)}
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for each in micro_batches(batch):
-            with evaluating(self.model), self._autocast():
+            with evaluating(self.model), self.autocast():
                 policy = sequence_log_probs(self._logits_of(self.model, each, "kl_"), each["kl_labels"])
             difference = (policy - self.reference_log_probs(each, "kl_")).double()
             if self.batch.num_samples:

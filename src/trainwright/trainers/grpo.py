@@ -279,7 +279,7 @@ class GRPOTrainer(Trainer):
         def have_all_stopped(is_stopped: bool) -> bool:
             return ranks.sum_counts(int(not is_stopped))[0] == 0
 
-        with self._autocast():
+        with self.autocast():
             return sample_completions(
                 self.model,
                 prompts,
@@ -376,7 +376,7 @@ class GRPOTrainer(Trainer):
         found: dict[str, list[Tensor]] = {name: [] for name in wanted}
         for each in self.micro_batches(rollouts):
             for name, enter in wanted.items():
-                with enter() as model, self._autocast():
+                with enter() as model, self.autocast():
                     log_probs = self._log_probs(model, each)[0].view(*each["labels"].shape[:2], -1)
                 # A micro-batch without samples of its own repeats a row, for the collectives.
                 if self.batch.num_samples or not self._num_prompts:
