@@ -1,8 +1,8 @@
-"""Draws sentences at random from messages, docstrings, comments, docs, templates and examples, to review their language.
+"""Draws sentences at random from messages, docstrings, comments, docs and examples, for a review of the language.
 
-`python tools/sentences.py --seed 1` prints 100 sentences with file and line. A reviewer rewrites each one that would look
-odd in PyTorch's documentation, looks for the same construction elsewhere, and draws again with another seed until no
-sentence needs a change. tools/sentences.md records the seeds.
+`python tools/sentences.py --seed 1` prints 100 sentences with file and line. A reviewer rewrites each one that would
+look odd in PyTorch's documentation, looks for the same construction elsewhere, and draws again with another seed until
+no sentence needs a change. tools/sentences.md records the seeds.
 """
 
 from __future__ import annotations
