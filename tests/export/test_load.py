@@ -16,9 +16,9 @@ from tests.forked_program import run_script
 from tests.messages import raises
 from typer.testing import CliRunner
 
-from trainwright import RunConfig, build_trainer, load_checkpoint
+from trainwright import RunConfig, build_trainer, load_checkpoint, train
 from trainwright.cli import app
-from trainwright.errors import CheckpointError, TrainwrightError
+from trainwright.errors import CheckpointError, ConfigError, TrainwrightError
 
 PROJECT = Path(__file__).parents[1] / "project"
 
@@ -355,3 +355,32 @@ def test_a_device_that_is_not_there_is_rejected_first(trained, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with raises(TrainwrightError, "cuda"):
         load_checkpoint(trained[0], device="cuda")
+
+
+def test_a_run_of_a_model_object_is_loaded_into_another_object(in_tmp):
+    data = [{"x": torch.randn(4), "y": torch.tensor(float(index))} for index in range(16)]
+
+    def forward(model, batch):
+        return (model(batch["x"])[:, 0] - batch["y"]).square().mean()
+
+    trained = train(torch.nn.Linear(4, 1), data, forward=forward, max_steps=2, batch_size=4, name="object").model
+    with raises(ConfigError, "load_checkpoint", at="runs/object/config.yaml:15"):
+        load_checkpoint("runs/object")
+    other = torch.nn.Linear(4, 1)
+    assert load_checkpoint("runs/object", model=other) is other
+    assert not other.training
+    assert torch.equal(other.weight, trained.weight)
+    assert torch.equal(other.bias, trained.bias)
+    with raises(CheckpointError, "weight"):
+        load_checkpoint("runs/object", model=torch.nn.Linear(5, 1))
+
+
+def test_a_given_model_receives_weights_without_code_of_the_folder(trained, tmp_path):
+    folder, weights = trained
+    copy = tmp_path / "runs" / "small"
+    shutil.copytree(folder, copy)
+    (copy / "config.yaml").write_text((folder / "config.yaml").read_text().replace("nets.Net", "gone.Net"))
+    model = load_checkpoint(folder)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert is_last(load_checkpoint(copy, model=model), weights)

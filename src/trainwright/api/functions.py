@@ -68,9 +68,9 @@ class PartsTrainer(Trainer):
     def build_model(cls, build: Builder) -> torch.nn.Module:
         """Raises if the run is loaded from its config."""
         raise ConfigError(
-            "This run was created by train(model, data, …), whose model and data are not in the config. Call train "
-            "again with the same arguments: if the run has ended, it returns the trainer without training, with the "
-            "trained model and .evaluate().",
+            "This run was created by train(model, data, …), whose model and data are not in the config. For its "
+            "weights, create the model and call load_checkpoint(RUN, model=model). To evaluate it, call train again "
+            "with the same arguments: a finished run returns its trainer without training.",
             where=build.config.origin("trainer.type"),
         )
 

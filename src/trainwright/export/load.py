@@ -168,38 +168,42 @@ def load_checkpoint(
     run_or_folder: str | Path,
     step: int | str = "latest",
     *,
+    model: torch.nn.Module | None = None,
     weights: str | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     strict: bool = True,
     trust: bool = False,
 ) -> torch.nn.Module:
-    """Returns the model of a run at a step, in evaluation mode, on a device.
+    """Returns the model of a run at a step, in evaluation mode.
 
     `run_or_folder` is a run folder or one of its checkpoints; `step` is "latest", "best" (according to the run's
-    keep_best) or a number. `weights` is "ema" (averaged), "raw" (trained), or None for those that the run's evaluations
-    use. `strict=False` accepts missing and unexpected weights and logs them. `trust=True` imports the code of a run
-    folder that no run of this user wrote; its built-in components always load.
+    keep_best) or a number. `model` receives the weights in place; by default the model is built as the config
+    defines it. `weights` is "ema" (averaged), "raw" (trained), or None for those that the run's evaluations use.
+    `device` is by default the CPU, or the device of `model`. `strict=False` accepts missing and unexpected weights and
+    logs them. `trust=True` imports the code of a run folder that no run of this user wrote; its built-in components
+    always load, and with `model` no code of the folder is imported.
     """
-    device = checked_device(device)
+    target = None if device is None and model is not None else checked_device("cpu" if device is None else device)
     folder, named_step = find_source(Path(run_or_folder))
     if named_step is not None and step not in ("latest", named_step):
         raise CheckpointError(f"{run_or_folder} is a checkpoint of another step than {step}. Pass the run folder.")
     config = read_config(folder, trust=trust)
     assert config is not None  # find_source has checked it
-    reject_untrusted(config, sections=MODEL_SECTIONS)
+    if model is None:
+        reject_untrusted(config, sections=MODEL_SECTIONS)
     store = open_store(checkpoints_location(folder, config))
     chosen = pick_step(store, step if named_step is None else named_step, best=config.checkpoint.keep_best)
-    if config.model is None and config.task is None and config.trainer.type == "trainer":
+    if model is None and config.model is None and config.task is None and config.trainer.type == "trainer":
         raise CheckpointError(
             f"{folder} was trained with a model object, which is not in its config. Create the model and load the "
-            f"weights: model.load_state_dict(open_store({str(store.folder)!r}).read({chosen}, 'model')), "
-            "with open_store from trainwright.checkpoint.remote_store."
+            f"weights into it: load_checkpoint({str(run_or_folder)!r}, {step!r}, model=model)."
         )
     averaged = contents.read_averaged(store, chosen, weights)
-    model = _build_for(store, chosen, config, folder, strict=strict)
+    if model is None:
+        model = _build_for(store, chosen, config, folder, strict=strict)
     contents.restore_model(store, chosen, model, strict=strict)
     contents.load_averaged(averaged, model, source=store.path(chosen))
-    return model.to(device).eval()
+    return (model if target is None else model.to(target)).eval()
 
 
 def _build_for(store: AnyStore, step: int, config: RunConfig, folder: Path, *, strict: bool) -> torch.nn.Module:
