@@ -325,13 +325,6 @@ def test_the_page_on_models_names_every_model_and_preset():
             assert preset in row, f"{name}: {preset}"
 
 
-def test_the_readme_reads_and_writes_weights(reader):
-    text = (DOCS.parent / "README.md").read_text("utf-8")
-    reader.read([block for block in blocks_of(text) if block[1].startswith("# weights.py")])
-    reader.type("python weights.py")
-    assert "torch.Size([1, 8])" in reader.shown
-
-
 def losses_of(run):
     lines = Path(f"runs/{run}/metrics.json").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
