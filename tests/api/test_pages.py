@@ -145,93 +145,93 @@ def rates(name, key="lr"):
 
 
 CHECKS = {
-    "the loss": lambda shown, plain: losses("loss")[0] != plain.losses[0],
-    "the step": lambda shown, plain: is_another_update("step", plain),
-    "several updates in one step": lambda shown, plain: {"lr/body", "lr/head"} <= lines("alternating")[0].keys(),
-    "several losses in one step": lambda shown, plain: losses("penalised")[0] > plain.losses[0],
-    "the rate, from a hook": lambda shown, plain: (
+    "Change the loss": lambda shown, plain: losses("loss")[0] != plain.losses[0],
+    "Change the step": lambda shown, plain: is_another_update("step", plain),
+    "Make several updates in one step": lambda shown, plain: {"lr/body", "lr/head"} <= lines("alternating")[0].keys(),
+    "Add up several losses in one step": lambda shown, plain: losses("penalized")[0] > plain.losses[0],
+    "Change the learning rate from a hook": lambda shown, plain: (
         [line["lr"] for line in lines("halved") if "lr" in line][-1] == lines("halved")[0]["lr"] / 2
     ),
-    "optimizers with special needs": lambda shown, plain: (
+    "Use LBFGS, Muon or schedule-free optimizers": lambda shown, plain: (
         losses("lbfgs")[-1] < losses("lbfgs")[0] and {"lr/muon", "lr/rest"} <= lines("matrices")[0].keys()
     ),
-    "what goes into a step": lambda shown, plain: losses("inputs")[0] != plain.losses[0],
-    "batches without a dataset": lambda shown, plain: (
+    "Change the batch of a step": lambda shown, plain: losses("inputs")[0] != plain.losses[0],
+    "Train without a dataset": lambda shown, plain: (
         len(losses("made")) == 6 and losses("made")[0] != plain.losses[0] and "made by next_train_inputs" in shown
     ),
-    "state that a resumed run needs": lambda shown, plain: (
+    "Save your own state": lambda shown, plain: (
         CheckpointStore(Path("runs/state/checkpoints")).read(6, "training")["task"]["shared"]["mean"].shape == (4,)
     ),
-    "the model": lambda shown, plain: len(list(load_checkpoint("runs/model").parameters())) == 2,
-    "a part of a model that I did not write": lambda shown, plain: "GELU" in str(load_checkpoint("runs/part")),
-    "which weights are trained": lambda shown, plain: (
+    "Use your own model": lambda shown, plain: len(list(load_checkpoint("runs/model").parameters())) == 2,
+    "Replace a module of a model": lambda shown, plain: "GELU" in str(load_checkpoint("runs/part")),
+    "Freeze parameters or train with LoRA": lambda shown, plain: (
         moved("frozen", plain) == {"head.weight", "head.bias"} and len(load_checkpoint("runs/lora").state_dict()) == 6
     ),
-    "the weights that it begins with": lambda shown, plain: losses("second")[0] < losses("first")[0],
-    "the optimizer": lambda shown, plain: lines("optimizer")[-1]["largest"] > 0,
-    "several optimizers": lambda shown, plain: (
+    "Start from existing weights": lambda shown, plain: losses("second")[0] < losses("first")[0],
+    "Use your own optimizer": lambda shown, plain: lines("optimizer")[-1]["largest"] > 0,
+    "Use several optimizers": lambda shown, plain: (
         (rates("two", "lr/body")[-1], rates("two", "lr/head")[-1]) == (0.0, 1e-3)
     ),
-    "another rate for some parameters": lambda shown, plain: is_another_update("groups", plain),
-    "the schedule": lambda shown, plain: (
+    "Set the learning rate of some parameters": lambda shown, plain: is_another_update("groups", plain),
+    "Change the learning rate schedule": lambda shown, plain: (
         rates("cosine")[:2] == [0.005, 0.01] and rates("waves")[:3] == pytest.approx([1e-2, 5.5e-3, 1e-3])
     ),
-    "a schedule with state": lambda shown, plain: (
+    "Use a schedule with state": lambda shown, plain: (
         len(rates("plateau")) == len(rates("cycle")) == 6 and max(rates("cycle")) == pytest.approx(0.1, rel=0.1)
     ),
-    "gradient clipping": lambda shown, plain: is_another_update("clipped", plain),
-    "gradient accumulation": lambda shown, plain: (
+    "Clip gradients": lambda shown, plain: is_another_update("clipped", plain),
+    "Accumulate gradients": lambda shown, plain: (
         losses("accumulated") == pytest.approx(plain.losses, rel=1e-5) and "8 samples (2 × 4 micro-batches)" in shown
     ),
-    "the precision": lambda shown, plain: plain.losses != losses("bf16") == pytest.approx(plain.losses, rel=0.05),
-    "what happens on nan": lambda shown, plain: (
+    "Set the precision": lambda shown, plain: plain.losses != losses("bf16") == pytest.approx(plain.losses, rel=0.05),
+    "Respond to NaN and loss spikes": lambda shown, plain: (
         losses("careful") == plain.losses and RunConfig.load("runs/careful/config.yaml").anomalies.spike == "skip"
     ),
-    "the data": lambda shown, plain: losses("data")[0] != plain.losses[0],
-    "which rows are kept for evaluation": lambda shown, plain: {"valid/loss", "test/loss"} <= lines("cut")[-1].keys(),
-    "the collator": lambda shown, plain: 0 < abs(losses("collator")[0] - plain.losses[0]) < 0.05,
-    "one part alone, in a script": lambda shown, plain: True,  # the page shows what is printed
-    "metrics by name": lambda shown, plain: {"valid/top1", "valid/f1", "valid/auroc"} <= lines("scores")[-1].keys(),
-    "a metric": lambda shown, plain: {"valid/accuracy", "valid/margin"} <= lines("metric")[-1].keys(),
-    "the evaluation": lambda shown, plain: (
+    "Use your own dataset": lambda shown, plain: losses("data")[0] != plain.losses[0],
+    "Split a dataset": lambda shown, plain: {"valid/loss", "test/loss"} <= lines("cut")[-1].keys(),
+    "Change the collator": lambda shown, plain: 0 < abs(losses("collator")[0] - plain.losses[0]) < 0.05,
+    "Build one component in a script": lambda shown, plain: True,  # the page shows what is printed
+    "Use a built-in metric": lambda shown, plain: {"valid/top1", "valid/f1", "valid/auroc"} <= lines("scores")[-1].keys(),
+    "Write a metric": lambda shown, plain: {"valid/accuracy", "valid/margin"} <= lines("metric")[-1].keys(),
+    "Change the evaluation": lambda shown, plain: (
         [line["step"] for line in lines("evaluation") if "valid/surely_right" in line] == [3, 6]
     ),
-    "a number that no mean gives": lambda shown, plain: lines("worst")[-1]["valid/worst_batch"] > plain.valid[-1],
-    "what is logged": lambda shown, plain: lines("logged")[-1]["largest_input"] > 1,
-    "the line of the log itself": lambda shown, plain: lines("line")[0]["perplexity"] > 1,
-    "who is told": lambda shown, plain: "still learning at 6" in shown,
-    "images, histograms and texts": lambda shown, plain: (
+    "Aggregate over an evaluation set": lambda shown, plain: lines("worst")[-1]["valid/worst_batch"] > plain.valid[-1],
+    "Log a value": lambda shown, plain: lines("logged")[-1]["largest_input"] > 1,
+    "Change the log line": lambda shown, plain: lines("line")[0]["perplexity"] > 1,
+    "Write a writer": lambda shown, plain: "loss above 0.1 at step 6" in shown,
+    "Log images, histograms and texts": lambda shown, plain: (
         lines("drawn")[-1]["summary"] == f"valid/loss is {plain.valid[-1]:.3f}"
         and any(Path("runs/drawn/tensorboard").iterdir())
     ),
-    "a function every n steps": lambda shown, plain: (
+    "Call a function every n steps": lambda shown, plain: (
         [line.get("head_norm", 0) > 0 for line in lines("watched")] == [False, True] * 3
     ),
-    "an act at another event": lambda shown, plain: f"the lowest loss was {min(plain.valid):.3f}" in shown,
-    "when it stops": lambda shown, plain: lines("early")[-1]["step"] == 8 and "has not improved" in shown,
-    "averaged weights": lambda shown, plain: (
+    "Write a hook": lambda shown, plain: f"the lowest loss was {min(plain.valid):.3f}" in shown,
+    "Stop early": lambda shown, plain: lines("early")[-1]["step"] == 8 and "has not improved" in shown,
+    "Evaluate averaged weights": lambda shown, plain: (
         losses("averaged") == plain.losses != valid_losses("averaged") and valid_losses("averaged") != plain.valid
     ),
-    "being told that it is done": lambda shown, plain: f"notified is done: {plain.valid[-1]:.3f}" in shown,
-    "one of several variants of a section": lambda shown, plain: (
+    "Call a function at the end": lambda shown, plain: f"notified is done: {plain.valid[-1]:.3f}" in shown,
+    "Choose a variant of a section": lambda shown, plain: (
         (len(losses("longer")), len(losses("gentle"))) == (8, 6)
         and (rates("longer")[0], rates("gentle")[0]) == (1e-3, 3e-3)
     ),
-    "a setting that follows another, and one less": lambda shown, plain: (
+    "Reference or remove a setting": lambda shown, plain: (
         RunConfig.load("runs/width-4/config.yaml").trainer.global_batch_size == 4
         and len(valid_losses("width-4")) == 1 < len(plain.valid)
     ),
-    "something that only one process does": lambda shown, plain: (
+    "Run code on one process only": lambda shown, plain: (
         Path("notes.txt").read_text() == "written once\n" and losses("noted") == pytest.approx(plain.losses, rel=1e-5)
     ),
-    "which checkpoints are kept": lambda shown, plain: {4, 5, 6} <= kept("kept") < {1, 2, 3, 4, 5, 6},
-    "on how many processes, and how the model is split": lambda shown, plain: (
+    "Choose which checkpoints are kept": lambda shown, plain: {4, 5, 6} <= kept("kept") < {1, 2, 3, 4, 5, 6},
+    "Run on several processes": lambda shown, plain: (
         losses("two_processes") == pytest.approx(plain.losses, rel=1e-5)
     ),
-    "how much memory it takes": lambda shown, plain: (
+    "Reduce memory": lambda shown, plain: (
         losses("recomputed") == plain.losses and "2 of 2 Linear are recomputed" in shown
     ),
-    "nothing but a script": lambda shown, plain: lines("notebook")[-1]["step"] == 6,
+    "Train from a script": lambda shown, plain: lines("notebook")[-1]["step"] == 6,
 }
 """What each answer must have done, told by what was shown and by the losses of the run without it."""
 
