@@ -191,7 +191,9 @@ CHECKS = {
     "Split a dataset": lambda shown, plain: {"valid/loss", "test/loss"} <= lines("cut")[-1].keys(),
     "Change the collator": lambda shown, plain: 0 < abs(losses("collator")[0] - plain.losses[0]) < 0.05,
     "Build one component in a script": lambda shown, plain: True,  # the page shows what is printed
-    "Use a built-in metric": lambda shown, plain: {"valid/top1", "valid/f1", "valid/auroc"} <= lines("scores")[-1].keys(),
+    "Use a built-in metric": lambda shown, plain: (
+        {"valid/top1", "valid/f1", "valid/auroc"} <= lines("scores")[-1].keys()
+    ),
     "Write a metric": lambda shown, plain: {"valid/accuracy", "valid/margin"} <= lines("metric")[-1].keys(),
     "Change the evaluation": lambda shown, plain: (
         [line["step"] for line in lines("evaluation") if "valid/surely_right" in line] == [3, 6]
@@ -225,9 +227,7 @@ CHECKS = {
         Path("notes.txt").read_text() == "written once\n" and losses("noted") == pytest.approx(plain.losses, rel=1e-5)
     ),
     "Choose which checkpoints are kept": lambda shown, plain: {4, 5, 6} <= kept("kept") < {1, 2, 3, 4, 5, 6},
-    "Run on several processes": lambda shown, plain: (
-        losses("two_processes") == pytest.approx(plain.losses, rel=1e-5)
-    ),
+    "Run on several processes": lambda shown, plain: losses("two_processes") == pytest.approx(plain.losses, rel=1e-5),
     "Reduce memory": lambda shown, plain: (
         losses("recomputed") == plain.losses and "2 of 2 Linear are recomputed" in shown
     ),
