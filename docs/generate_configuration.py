@@ -62,7 +62,7 @@ MODEL_KEYS = """\
 
 A component (below), whose arguments are the model's own settings. These keys are not arguments of the constructor; any
 model takes them, but for `preset` and `kernels`. All about them, with examples:
-[pretrained weights](models.md#pretrained-weights), [training a part](models.md#training-a-part),
+[pretrained weights](models.md#pretrained-weights), [training a part](models.md#train-a-part-of-the-model),
 [memory](memory.md), [sharding](distributed.md).
 
 | key | value | meaning |
