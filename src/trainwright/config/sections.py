@@ -130,7 +130,7 @@ def _loader_arguments(value: Any) -> Any:
 
 
 class SplitSizes(Section):
-    """Numbers of samples that are split off from train."""
+    """Numbers of training samples that are moved to other sets."""
 
     valid: Count | None = None
     """Samples of the set `valid`; None: no such set."""
