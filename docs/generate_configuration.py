@@ -72,13 +72,13 @@ weights](models.md#pretrained-weights), [training a part](models.md#train-a-part
 | `peft` | text or a section | Adapters of the PEFT library: `type` (`lora`, `ia3`, …) and the fields of its config. |
 | `lora` | a section | Adapters on linear layers: `match`, `rank`, `alpha`, `dropout`, `train`. |
 | `quantize` | `nf4`, `int8` or a section | Frozen weights under adapters in 4 or 8 bits: `type`, `match`. |
-| `freeze` | text, mapping or list of them | Globs of parameters that are not trained, optionally until `until_step` or `until_epoch`. |
+| `freeze` | text, mapping or list of them | Globs of frozen parameters, optionally until `until_step` or `until_epoch`. |
 | `dtype` | `fp32`, `bf16`, `fp16` | The dtype of the weights; by default that of the model, usually fp32. |
 | `sharding` | text or a section | How parameters are sharded over ranks: a packaged name, a file, or rules. |
-| `activation_checkpointing` | text, list or a section | Layers to recompute in the backward pass: `layers`, `save`, `budget`, `every`; or by path. |
-| `compile_repeated_blocks` | text, list or a section | Equal blocks that are compiled once: a path, or `path`, `backend`. |
+| `activation_checkpointing` | text, list or a section | Recomputed layers: `layers`, `save`, `budget`, `every`; or by path. |
+| `compile_repeated_blocks` | text, list or a section | Equal blocks, compiled once: a path, or `path`, `backend`. |
 | `tile` | text, list or a section | Token-wise layers that run in tiles of tokens: `layers`, `tokens`; or by path. |
-| `offload` | list of text or a section | Named tensors that are stored in host memory until the backward pass; or by path. |
+| `offload` | list of text or a section | Named tensors to store in host memory until backward; or by path. |
 | `kernels` | `fast`, `stock` | Attention and loss of transformers models: `fast` (the default), or transformers' own. |
 | `args` | a section | Arguments that are passed unchanged, even if their names are in this table. |
 """

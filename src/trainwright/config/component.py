@@ -58,7 +58,7 @@ class Component(Frozen[Any]):
 
     @property
     def verbatim(self) -> frozenset[str]:
-        """The names of arguments in which no nested component is built."""
+        """The names of arguments whose nested components are not built."""
         return frozenset()
 
     @property
@@ -149,7 +149,7 @@ class ModelSection(Component):
 
     @property
     def verbatim(self) -> frozenset[str]:
-        """The names in `args`, whose values are passed as they are written."""
+        """The names in `args`, whose values are passed unchanged."""
         return frozenset(self._values.get("args", ()))
 
     @classmethod
