@@ -1,4 +1,4 @@
-"""The step of AdamW as one kernel for a GPU, in Triton: for moments in 8 bits, and for weights or moments in 16 bits.
+"""The step of AdamW as one Triton kernel, for moments in 8 bits, and for weights or moments in 16 bits.
 
 Each element is read and written once, with clipping, the skip and the rounding of weights and moments:
 
@@ -8,8 +8,8 @@ Each element is read and written once, with clipping, the skip and the rounding 
 | moments in bf16                               | 20          | 14                  |
 | moments in 8 bits                             | 16          | 10                  |
 
-The formulas are those of adamw.py and eight_bit.py, which import this file where there is Triton. Results may differ in
-the last bit of fp32, which can change the direction of a stochastic rounding.
+The formulas are those of adamw.py and eight_bit.py, which import this file if Triton is available. Results may differ
+in the last bit of fp32, which can change the direction of a stochastic rounding.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
         tl.store(master + offset, weight, mask=inside)
     salt_bits = tl.load(salt)
     if is_stochastic:
-        # One remainder of 64 bits for the program: one for each element would take longer than its bytes.
+        # One 64-bit remainder per program, because one per element would take longer than the memory access.
         position = ((start % row_size).to(tl.int32) + number) % row_size
         weight = _rounded(weight, _mixed(weight, position, salt_bits, golden, position_factor, mix_factor))
     tl.store(parameter + offset, weight.to(parameter.dtype.element_ty), mask=inside)
