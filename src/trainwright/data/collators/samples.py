@@ -18,7 +18,7 @@ from trainwright.errors import ConfigError, DataError
 Columns = dict[str, list[Any]]
 """Each field with its value in every sample."""
 
-_MOST = 2**63  # no int64 is as large
+_MOST = 2**63  # larger than any int64
 
 
 def sample_error(number: int, field: str, problem: str) -> DataError:
@@ -68,7 +68,7 @@ def token_rows(values: Sequence[Any], field: str) -> list[npt.NDArray[Any]]:
 def _token_row(value: Any, field: str, number: int) -> npt.NDArray[Any]:
     if isinstance(value, (list, tuple)):
         try:
-            # As fast as any other conversion, and it rejects floats and texts.
+            # As fast as other conversions, and rejects floats and texts.
             row: npt.NDArray[Any] = np.asarray(array("q", value))
         except (TypeError, OverflowError) as error:
             wrong = next((one for one in value if type(one) is not int or abs(one) >= _MOST), value)
