@@ -1,6 +1,6 @@
 """`trainwright doctor`: facts about a machine, short measurements, and what is likely to make training slow.
 
-Changes nothing but a file that it writes and removes. backends/checkup.py asks about devices.
+Writes and removes one file, and changes nothing else. backends/checkup.py examines devices.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that is likely to be slow or to fail, and what to do about it."""
+    """A probable cause of slowness or failure, with advice."""
 
     problem: str
     advice: str
@@ -244,7 +244,7 @@ def _measure_disk(report: Report, folder: Path) -> None:
         if shutil.disk_usage(folder).free < 4 * _DISK_BYTES:
             report.measurements["disk"] = "not measured: too little space"
             return
-        content = os.urandom(_DISK_BYTES)  # not zeros, which some disks do not store
+        content = os.urandom(_DISK_BYTES)  # not zeros, because some disks do not store them
         try:
             start = time.perf_counter()
             with path.open("wb") as file:
@@ -271,7 +271,7 @@ def _measure_disk(report: Report, folder: Path) -> None:
 
 
 class _Images(Dataset[torch.Tensor]):
-    """Samples that take about as long as a small decoded image."""
+    """Samples that take about as long as decoding a small image."""
 
     def __len__(self) -> int:
         return 1_000_000
@@ -333,7 +333,7 @@ def _tokenizer_rate(tokenizer: Any, texts: list[str]) -> float:
 
 
 def _memory_info() -> dict[str, int]:
-    """Returns the bytes in /proc/meminfo by name; empty where there is none."""
+    """Returns the bytes in /proc/meminfo by name; empty if it does not exist."""
     with suppress(OSError):
         lines = _MEMORY_INFO.read_text(encoding="ascii").splitlines()
         return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}

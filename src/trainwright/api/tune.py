@@ -29,7 +29,7 @@ from trainwright.registry.trust import reject_untrusted
 from trainwright.writers.writer import Writer
 
 MEMORY_HEADROOM = 0.1
-"""The share of the memory that a suggested micro-batch leaves free."""
+"""The fraction of the memory that a suggested micro-batch leaves free."""
 _ABOUT_EQUAL = 1.03
 _FOR_WORKERS = ("prefetch_factor", "timeout", "multiprocessing_context")
 """Arguments of the DataLoader that it accepts with worker processes only."""
@@ -104,7 +104,7 @@ def tune_micro_batch(
 
 
 def best_micro_batch(times: Sequence[MicroBatchTime]) -> MicroBatchTime | None:
-    """Returns the size with the shortest time per sample, of about equal ones the smallest; None if nothing fits."""
+    """Returns the size with the shortest time per sample, the smallest among about equal ones; None if nothing fits."""
     fitting = [(each.seconds_per_sample, each) for each in times if each.seconds_per_sample is not None]
     if not fitting:
         return None
@@ -145,7 +145,7 @@ def tune_workers(
 def _rate_setting(config: RunConfig, optimizer: str | None) -> tuple[str | None, str | None, float | None]:
     """Returns the name of the optimizer to test, the name of the setting of its rate, and the value of that setting.
 
-    The name of the optimizer is None if the run has one optimizer, whatever it is called.
+    The name of the optimizer is None if the run has a single optimizer.
     """
     section, several = config.trainer, config.trainer.optimizers
     if several:

@@ -61,14 +61,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Returns a context in which no dispatch mode is active, so that tensors made in it are real."""
+    """Returns a context without active dispatch modes, in which new tensors are real."""
     return cast(AbstractContextManager[Any], _disable_current_modes())
 
 
 def has_modes() -> bool:
     """Returns True while a function mode or a dispatch mode sees every operation.
 
-    `torch.overrides` says this of neither.
+    `torch.overrides` has no function for either.
     """
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
@@ -84,7 +84,7 @@ def arguments_of(operation: Any) -> Sequence[Any]:
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often the tensor, or a view of it, was written in place.
 
-    Autograd checks this counter for the tensors that it saves. It is documented, but has no other name.
+    Autograd checks this counter for the tensors that it saves. It is documented, but has no public name.
     """
     return tensor._version
 
@@ -109,7 +109,7 @@ def has_triton() -> bool:
 
 
 def compile_error() -> type[Exception]:
-    """Returns the class of all errors that torch.compile raises by itself, which is not exported."""
+    """Returns the base class of torch.compile's own errors, which is not exported."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException

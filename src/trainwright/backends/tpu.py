@@ -1,6 +1,6 @@
-"""TPUs, with torch_tpu: what differs from a CPU. backend.py has the contract.
+"""The backend of TPUs, with torch_tpu. backend.py has the contract.
 
-torch_tpu makes a TPU an ordinary torch device, `tpu`, with eager execution, DTensor and FSDP2; a process has one. No
+torch_tpu adds the torch device `tpu`, with eager execution, DTensor and FSDP2; a process has one. No
 other file depends on it. docs/launching.md says what was tested.
 """
 

@@ -15,7 +15,7 @@ from trainwright.commands.terminal import AsJson, Overrides, RunPath, Trust, loa
 def data(
     run: RunPath,
     overrides: Overrides = None,
-    show: Annotated[int, typer.Option(min=0, help="How many samples to show.")] = 3,
+    show: Annotated[int, typer.Option(min=0, help="The number of samples to show.")] = 3,
     samples: Annotated[int, typer.Option(min=1, help="How many samples to read at most, for their lengths.")] = 1000,
     set_name: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""`trainwright doctor`: shows the machine, what each extra would add, short measurements, and what looks slow."""
+"""`trainwright doctor`: shows the machine, missing extras, short measurements, and possible problems."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def doctor(
     no_test: Annotated[bool, typer.Option("--no-test", help="Do not measure anything.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show this machine, what each extra would add, a self-test of about ten seconds, and what looks slow."""
+    """Show this machine, missing extras, a self-test of about ten seconds, and possible problems."""
     from trainwright.analysis.doctor import examine
 
     report = examine(folder, measures=not no_test)

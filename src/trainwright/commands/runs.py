@@ -26,8 +26,8 @@ from trainwright.safe_text import json_text, safe
 from trainwright.watch.listing import METRICS_FILE, RunSummary, find_runs, lines_from_end, open_regular, summarize
 
 _CURVE_COLUMNS = 16
-_NUM_PARTS, _PART_BYTES = 32, 4096  # the parts of a large metrics.json that its curve is drawn from
-_NUM_LAST_LINES = 1000  # in which the last value of a metric is looked for
+_NUM_PARTS, _PART_BYTES = 32, 4096  # the parts of a large metrics.json from which its curve is drawn
+_NUM_LAST_LINES = 1000  # the end of the file in which the last value of a metric is searched
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ def _last_names(folder: Path) -> set[str]:
 
 
 def _sampled_values(folder: Path, metric: str) -> list[float]:
-    """Returns values of a metric in the order of the file: all of a small file, of a large one those in some parts."""
+    """Returns values of a metric in the order of the file: all for a small file, those in some parts for a large
+    one."""
     lines: list[bytes] = []
     try:
         with open_regular(folder / METRICS_FILE) as file:

@@ -32,7 +32,7 @@ MODES = "train, eval, train_and_eval, train_and_post_eval, continuous_eval"
 """As in api/run.py, which is not imported for `--help`."""
 
 _EVALUATING = ("eval", "continuous_eval")
-"""The modes that train nothing."""
+"""The modes without training."""
 
 FAST_DEV_RUN = {
     "checkpoint.folder": None,
@@ -55,7 +55,7 @@ def train(
     run: Annotated[str | None, typer.Argument(help="The YAML or Python file of the run.", show_default=False)] = None,
     overrides: Overrides = None,
     experiment: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Instead of a file: what @experiment registered.")
+        str | None, typer.Option(metavar="NAME", help="Instead of a file: a name that @experiment registered.")
     ] = None,
     mode: Annotated[str, typer.Option(metavar="MODE", help=f"One of {MODES}.")] = "train_and_eval",
     model_dir: Annotated[
@@ -82,17 +82,17 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run, as without it, and warn if there is no checkpoint.")
     ] = False,
-    nproc: Annotated[int, typer.Option(min=1, help="How many processes to start on this machine.")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="The number of processes to start on this machine.")] = 1,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often to start all processes again after one was lost.")
     ] = 0,
-    nnodes: Annotated[int, typer.Option(min=1, help="How many machines run this command together.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="The number of machines that run this command together.")] = 1,
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="With --nnodes: the rendezvous, on one of the machines.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is set aside.")] = False,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Resume although settings of the math changed.")
+        bool, typer.Option("--accept-changes", help="Resume although settings that affect the math have changed.")
     ] = False,
     fast_dev_run: Annotated[
         bool, typer.Option("--fast-dev-run", help="Run a few steps of everything and keep nothing.")
@@ -143,7 +143,7 @@ def train(
         with _temporary_run(config) if fast_dev_run else nullcontext(config) as planned:
             _, logs = run_experiment(planned, fresh=fresh, accept_changes=accept_changes, **options)
     except WorkerLostError:
-        raise  # a restart may go well, as after the loss of a rank
+        raise  # a restart may succeed, as after the loss of a rank
     except TrainwrightError:
         note_explained_error()
         raise
@@ -167,7 +167,7 @@ def _load(
     overrides = [*(each for text in params_override for each in split_overrides(text)), *overrides]
     if experiment is not None and run is None:
         if trust:
-            raise ConfigError("--trust goes with the config.yaml of a run folder. Leave it out with --experiment.")
+            raise ConfigError("--trust is for the config.yaml of a run folder. Leave it out with --experiment.")
         return load_experiment(experiment, config_files=config_files, overrides=overrides, imports=imports)
     if run is None or experiment is not None:
         given = f"got both {run} and {experiment}" if run is not None else "got neither"
@@ -176,7 +176,7 @@ def _load(
         if values:
             raise ConfigError(f"{name} goes with --experiment. Write `extends` or `imports` into {run} instead.")
     if any(text.lstrip().startswith("{") for text in overrides):
-        raise ConfigError("--params-override: a YAML mapping goes with --experiment. Write a.b=value,c=value instead.")
+        raise ConfigError("--params-override: a YAML mapping requires --experiment. Write a.b=value,c=value instead.")
     return RunConfig.load(Path(run), overrides, trust=trust or None)
 
 

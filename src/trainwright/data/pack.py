@@ -320,7 +320,7 @@ class PackedStream(DerivedStream):
 
     @property
     def tokenizer(self) -> Any:
-        """The given tokenizer, else the source's."""
+        """The tokenizer argument, or the source's tokenizer."""
         return self.source.tokenizer if self.reader.tokenizer is None else self.reader.tokenizer
 
     def _read(self, start: Mapping[str, Any] | None) -> PackedPass:
@@ -503,7 +503,7 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
 
     @property
     def tokenizer(self) -> Any:
-        """The given tokenizer, else the source's."""
+        """The tokenizer argument, or the source's tokenizer."""
         return self.source.tokenizer if self.reader.tokenizer is None else self.reader.tokenizer
 
     def __len__(self) -> int:

@@ -56,7 +56,7 @@ class Every:
 
     def __init__(self, steps: int | None = None, *, epochs: int | None = None) -> None:
         if (steps is None) == (epochs is None):
-            raise ConfigError("Every: give a number of steps, or epochs=n.")
+            raise ConfigError("Every: pass a number of steps, or epochs=n.")
         name, period = ("steps", steps) if epochs is None else ("epochs", epochs)
         if not isinstance(period, int) or period < 1:
             raise ConfigError(

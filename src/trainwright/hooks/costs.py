@@ -1,7 +1,7 @@
 """The costs of a profiled step, and the setting that addresses each.
 
 Kernels and operators are classified by their names in a torch trace; profiler.py reads the trace and assigns its time.
-Advice depends on what the run already uses, so it never names a setting that is in use.
+Advice depends on the settings of the run, so it never names one that is already in use.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Cost(NamedTuple):
     setting: str | None
     """The setting that addresses it; None if there is none, or if the run already uses it."""
     remark: str
-    """What the setting does, or why there is none."""
+    """The effect of the setting, or the reason why there is none."""
 
     def text(self) -> str:
         """Returns the cost as one line."""
@@ -166,7 +166,7 @@ class Cost(NamedTuple):
 
 
 def largest_costs(percentages: Mapping[str, float], facts: RunFacts) -> list[Cost]:
-    """Returns the three largest costs with the setting that addresses each, given what the run uses."""
+    """Returns the three largest costs with the setting that addresses each, depending on the run's settings."""
     largest = sorted((name for name in percentages if percentages[name] > 0), key=lambda name: -percentages[name])
     found = []
     for name in largest[:NUM_SHOWN]:

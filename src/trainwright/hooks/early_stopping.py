@@ -14,7 +14,7 @@ from trainwright.loop.hook import Hook
 class EarlyStopping(Hook):
     """Stops after `patience` evaluations in a row without an improvement of more than `min_delta`.
 
-    A NaN is not an improvement. A run that was stopped stays stopped when it is started again.
+    A NaN is not an improvement. A stopped run remains stopped when it is started again.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class QuantizedLinear(nn.Linear):
         return _product(input, self)
 
     def extra_repr(self) -> str:
-        """Adds the type to the text that torch prints."""
+        """Adds the type to the representation."""
         return f"{super().extra_repr()}, {self.quantized_type}"
 
 
@@ -79,7 +79,7 @@ class QuantizedLoRALinear(LoRALinear):
         dequantize(self)
 
     def extra_repr(self) -> str:
-        """Adds the type to the text that torch prints."""
+        """Adds the type to the representation."""
         return f"{super().extra_repr()}, {self.quantized_type}"
 
 
