@@ -81,7 +81,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_deletes_nothin
     before = [content_of(store_of(run).path(step)) for step in (2, 4)]
     assert train(run) == 0
     log = log_of(run)
-    assert log.count("No intact checkpoint is left: training starts at step 0.") == 2
+    assert log.count("There is no intact checkpoint: training starts at step 0.") == 2
     assert "Resumed" not in log
     damaged = [run / "checkpoints" / f"damaged-step-{step:08d}" for step in (2, 4)]
     assert [content_of(folder) for folder in damaged] == before

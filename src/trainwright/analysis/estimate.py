@@ -317,7 +317,7 @@ def _checkpoint_bytes(run: ImaginaryRun) -> int:
 def _remarks(run: ImaginaryRun) -> list[str]:
     found = []
     if run.config.trainer.micro_batch_size == "auto":
-        found.append("skip")
+        found.append("micro_batch_size is auto: counted with the rank's whole batch in one forward.")
     if run.config.runtime.precision == "auto":
         precision = run.trainer.config.runtime.precision
         device = "a GPU" if precision == "bf16" else "a CPU"

@@ -120,7 +120,7 @@ def train(
     max_epochs      the number of passes over the data; the first limit that is reached ends the run
     batch_size      samples per update, over all ranks
     optimizer       a component, or an optimizer of this model's parameters; default: adamw
-    lr              the learning rate, unless `optimizer` has its own; 
+    lr              the learning rate, unless `optimizer` has its own; default: 1e-3 if the optimizer has no default
     schedule        the learning-rate schedule, a component; default: constant
     device          "cpu", "cuda", "tpu", or a torch.device; default: the fastest one
     precision       "fp32", "bf16", "fp16", "fp8", or the dtype; default: "auto", bf16 on GPUs and fp32 on CPUs

@@ -71,11 +71,11 @@ class TpuBackend(Backend):
         """Does nothing: torch_tpu keeps no peak."""
 
     def memory(self) -> MemoryFacts:
-        """Returns the total memory; torch_tpu 0.2 does not say how much of it is in use."""
+        """Returns the total memory; torch_tpu 0.2 does not report the usage."""
         return MemoryFacts(in_use=None, peak=None, total=_total_memory())
 
     def release_memory(self) -> None:
-        """Waits for the device, which then has freed unreferenced memory."""
+        """Waits for the device, after which unreferenced memory is free."""
         gc.collect()
         torch.accelerator.synchronize()
 
@@ -96,7 +96,7 @@ def has_tpu() -> bool:
 
 
 def reject_absent_tpu(label: str, *, where: object | None = None) -> None:
-    """Raises an error that says what is missing if torch finds no TPU."""
+    """Raises an error with the missing requirement if torch finds no TPU."""
     if has_tpu():
         return
     if importlib.util.find_spec("torch_tpu") is None:

@@ -92,7 +92,7 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """The settings that turn a row into a prompt."""
+    """The settings for converting a row to a prompt."""
 
     tokenizer: TextTokenizer
     template: str
@@ -100,12 +100,12 @@ class Prompts:
     question: str = "question"
     """The field that `{question}` stands for. Messages in it are rendered with the chat template."""
     description: str = ""
-    """Comes before everything else; in a chat it is the system's message."""
+    """The text before everything else; in a chat, the system message."""
     is_chat: bool = False
     chat_template: str | None = None
     """A template or, until `with_template`, a .jinja file; None: the tokenizer's own."""
     delimiter: str = " "
-    """Between a prompt and its answer, except in a chat."""
+    """The text between a prompt and its answer, except in a chat."""
     fewshot_delimiter: str = "\n\n"
 
     def with_template(self, project_dir: str | Path | None) -> Prompts:
@@ -131,7 +131,7 @@ class Prompts:
         return Context("".join([self.description, *shown, asked]), is_chat=False)
 
     def ask(self, row: Row, extra: Mapping[str, str]) -> str | list[Message]:
-        """Returns the prompt of one row alone: text, or messages if its question is a list of them."""
+        """Returns the prompt of a single row: text, or messages if its question is a list of messages."""
         if self.question in row and isinstance(row[self.question], list):
             return read_messages(row[self.question], self.question)
 

@@ -29,9 +29,7 @@ def launch(
         ),
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a job file for SLURM.")] = False,
-    submits: Annotated[
-        bool, typer.Option("--submit", help="Submit the job with sbatch, and show its output.")
-    ] = False,
+    submits: Annotated[bool, typer.Option("--submit", help="Submit the job with sbatch, and show its output.")] = False,
     file: Annotated[
         Path | None, typer.Option(help="The path of the job file.", show_default="NAME.slurm in this folder")
     ] = None,

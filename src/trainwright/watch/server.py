@@ -64,7 +64,7 @@ class RequestError(Exception):
 
 
 class Runs:
-    """The runs that are below a folder at present."""
+    """The runs that are currently below a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -121,8 +121,8 @@ class Runs:
 def make_server(folder: Path, *, host: str = "127.0.0.1", port: int = 8080, token: str | None = None) -> HTTPServer:
     """Returns a server that listens on a port, 0 for a free one; `serve_forever` answers its requests.
 
-    Clients need the token if there is one; without one only programs of this machine are answered, and `host` must be
-    an address of this machine alone.
+    Clients need the token if there is one; without a token, only programs of this machine are answered, and `host` must
+    be a local address.
     """
     check_access(host, token)
 
@@ -176,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_error(RequestError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing: a page sends requests all the time."""
+        """Logs nothing, because a page sends requests continuously."""
 
     def _answer_token(self, path: str, query: dict[str, str]) -> bool:
         """Answers a URL that has the token with a cookie and a redirect to the URL without it, which can be shared."""
@@ -249,7 +249,7 @@ def _list_runs(runs: Runs, query: Mapping[str, str]) -> str:
 
 
 def _describe_runs(runs: Runs, query: Mapping[str, str]) -> str:
-    """Answers what a page needs to lay out the curves of some runs."""
+    """Answers with the data for the layout of the curves of some runs."""
     return json_text({run.name: run.describe(runs.loader) for run in _chosen(runs, query)})
 
 
@@ -322,7 +322,7 @@ _ANSWERS: Mapping[str, Callable[[Runs, Mapping[str, str]], str]] = {
 
 
 def _chosen(runs: Runs, query: Mapping[str, str]) -> list[RunReader]:
-    """Returns the runs that a request names; those that were deleted in the meantime are left out."""
+    """Returns the runs that a request names, without those that were deleted in the meantime."""
     known = runs.readers()
     return [known[name] for name in dict.fromkeys(_texts(query, "runs")) if name in known]
 

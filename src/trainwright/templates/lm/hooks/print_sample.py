@@ -1,4 +1,4 @@
-"""PrintSample: what the model writes by now. A hook acts at events of a run and changes no result."""
+"""PrintSample: prints a text that the model generates. A hook acts at events of a run and changes no result."""
 
 import torch
 
