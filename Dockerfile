@@ -30,7 +30,7 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
 # Runs write to the mounted folder with this user id.
 ARG UID=1000
 RUN useradd --create-home --uid "${UID}" trainwright \
-    && install --directory --owner trainwright /work
+    && install --directory --owner trainwright /work /home/trainwright/.config
 USER ${UID}
 WORKDIR /work
 ENTRYPOINT ["trainwright"]

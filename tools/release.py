@@ -1,7 +1,7 @@
 """Prepares a release from a tag such as v0.2.0; .github/workflows/release.yml calls it.
 
-`notes TAG` prints the section of CHANGELOG.md for the tag's version. `links TAG` rewrites README.md in place: on PyPI and on a
-release page, links relative to the repository lead nowhere, so both point to the files of the tag.
+`notes TAG` prints the section of CHANGELOG.md for the version of the tag. `links TAG` rewrites README.md in place.
+PyPI and release pages do not resolve relative links, so both commands replace them by addresses of the tag.
 """
 
 from __future__ import annotations
