@@ -72,10 +72,10 @@ weights](models.md#pretrained-weights), [training a part](models.md#train-a-part
 | `peft` | text or a section | Adapters of the PEFT library: `type` (`lora`, `ia3`, …) and the fields of its config. |
 | `lora` | a section | Adapters on linear layers: `match`, `rank`, `alpha`, `dropout`, `train`. |
 | `quantize` | `nf4`, `int8` or a section | Frozen weights under adapters in 4 or 8 bits: `type`, `match`. |
-| `freeze` | text, mapping or list of them | Globs of frozen parameters, optionally until `until_step` or `until_epoch`. |
+| `freeze` | text, mapping or list of them | Globs of frozen parameters; `until_step` or `until_epoch` limits it. |
 | `dtype` | `fp32`, `bf16`, `fp16` | The dtype of the weights; by default that of the model, usually fp32. |
 | `sharding` | text or a section | How parameters are sharded over ranks: a packaged name, a file, or rules. |
-| `activation_checkpointing` | text, list or a section | Recomputed layers: `layers`, `save`, `budget`, `every`; or by path. |
+| `activation_checkpointing` | text, list or a section | Recomputed: `layers`, `save`, `budget`, `every`; or by path. |
 | `compile_repeated_blocks` | text, list or a section | Equal blocks, compiled once: a path, or `path`, `backend`. |
 | `tile` | text, list or a section | Token-wise layers that run in tiles of tokens: `layers`, `tokens`; or by path. |
 | `offload` | list of text or a section | Named tensors to store in host memory until backward; or by path. |

@@ -17,7 +17,8 @@ import torch
 # no substitute, since models ask tensors for their device.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# The only way to see every operation below autograd, whoever calls it. Documented in torch's notes on extending it.
+# The only way to intercept every operation below autograd, independent of the caller. Documented in torch's notes on
+# extending it.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # torch has no public functions for nested containers. These agree with torch.compile, DTensor and checkpointing about

@@ -107,7 +107,7 @@ def train(
 ) -> None:
     """Train the run of a file or an experiment. Running the same command again resumes it."""
     if quiet and verbose:
-        raise ConfigError("--quiet shows less and --verbose shows more. Give one of the two.")
+        raise ConfigError("--quiet shows less and --verbose shows more. Use one of the two.")
     show_log(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
     config = _load(
         run, overrides or [], experiment, config_file or [], params_override or [], imports or [], trust=trust
@@ -186,14 +186,14 @@ def _resolve_mode(mode: str, *, eval_only: bool) -> str:
     if mode not in MODES.split(", "):
         raise ConfigError(f"--mode: {mode!r} is unknown. Use one of {MODES}.")
     if eval_only and mode not in ("train_and_eval", "eval"):
-        raise ConfigError(f"--eval-only is --mode eval, but --mode is {mode}. Give one of the two.")
+        raise ConfigError(f"--eval-only is --mode eval, but --mode is {mode}. Use one of the two.")
     return "eval" if eval_only else mode
 
 
 def _reject_idle(mode: str, given: Collection[str], *, fast_dev_run: bool) -> None:
     """Rejects flags that have no effect, or that contradict each other."""
     if {"--resume", "--fresh"} <= {*given}:
-        raise ConfigError("--resume continues a run and --fresh starts it over. Give one of the two.")
+        raise ConfigError("--resume continues a run and --fresh starts it over. Use one of the two.")
     if fast_dev_run and mode in _EVALUATING:
         raise ConfigError(f"--fast-dev-run keeps nothing: there is nothing to evaluate (--mode {mode}).")
     idle: dict[str, str] = {}

@@ -3,7 +3,7 @@
 The state is small: the number of used rows of each lane, and a cursor from which the lane can be read again. The number
 of lanes is chosen at the start of a run and saved, so the order does not change with the number of ranks or workers.
 The positions of a lane that has ended stay empty until all lanes have ended; the ranks exchange these counts with one
-small message per batch. Data with an index has loader.py.
+small message per batch. loader.py is for data with an index.
 """
 
 from __future__ import annotations

@@ -699,7 +699,7 @@ class Update:
             self._losses[None] = _NO_LOSS
 
     def _scale(self, result: ForwardResult, key: object) -> torch.Tensor | None:
-        """Keeps the loss and metrics of a term; returns the tensor to propagate, None if there is none."""
+        """Keeps the loss and metrics of a term; returns the tensor to propagate, or None."""
         updater = self._updater
         loss, num_samples = result.loss, result.num_samples
         if num_samples == 0:

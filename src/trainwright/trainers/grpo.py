@@ -123,7 +123,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def metric_names(self) -> MetricNames:
-        """The names that evaluations give, with those of the rewards; a higher reward is better."""
+        """The names that evaluations return, with those of the rewards; a higher reward is better."""
         names = super().metric_names
         own = tuple(f"rewards/{each.name}/mean" for each in self.rewards)
         modes = {**names.modes, **dict.fromkeys(("reward", *own), "max")}
