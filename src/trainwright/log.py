@@ -203,7 +203,7 @@ def outlive_console() -> Iterator[None]:
             continue  # an enclosing context
         file = _ConsoleFile(name, descriptor)
         replaced = io.TextIOWrapper(
-            # With `python -u` the stream has no buffer, and prints are shown at once.
+            # With `python -u`, the stream has no buffer, and prints are shown immediately.
             file if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(file),
             encoding=stream.encoding,
             errors=stream.errors,

@@ -139,7 +139,7 @@ class BottomRows:
         try:
             columns, rows = os.get_terminal_size(self._descriptor)
         except OSError:
-            return  # the terminal is gone
+            return  # the terminal was closed
         height = len(lines)
         if rows < height + _MIN_ROWS_ABOVE:
             if self._height:
@@ -167,7 +167,7 @@ class BottomRows:
         try:
             os.write(self._descriptor, text.encode("utf-8", "replace"))
         except OSError:
-            self._height = 0  # log.outlive_console reports a terminal that is gone
+            self._height = 0  # log.outlive_console reports a closed terminal
 
 
 def is_terminal(descriptor: int) -> bool:

@@ -170,8 +170,8 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--model-parallel-size": "matrices are sharded by rules instead of parallel layers. Use a run file with "
     "runtime.mesh {tensor: N} and model.sharding.",
     "--parallel-output": "there are no model-parallel layers whose outputs could be gathered. Remove it.",
-    "--skip-init": "the model class is called as it is. Initialize or load the weights in init_function.",
-    "--use-gpu-initialization": "the model class is called as it is. Use `with torch.device(args.device):` in it.",
+    "--skip-init": "the model class is called unchanged. Initialize or load the weights in init_function.",
+    "--use-gpu-initialization": "the model class is called unchanged. Use `with torch.device(args.device):` in it.",
     "--summary-dir": "the log, metrics and checkpoints are in the run folder. Set --save and --experiment-name.",
     "--force-train": "--mode finetune loads the weights that the model shares with --load. Remove it.",
     "--exit-interval": "a run ends at --train-iters. For a trial use a lower number and another --experiment-name; "

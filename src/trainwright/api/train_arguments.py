@@ -281,7 +281,7 @@ def _add_rows(digest: Any, data: Any) -> bool:
 
 
 def _add_value(digest: Any, value: Any) -> None:
-    """Adds a value to a hash; of a long list or tensor, elements at regular distances."""
+    """Adds a value to a hash; for a long list or tensor, elements at regular intervals."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())

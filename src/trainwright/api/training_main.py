@@ -477,7 +477,7 @@ NOTE = "begun_from.json"
 
 
 def is_load_obsolete(load: Path, config: RunConfig) -> bool:
-    """Returns True if the path of --load is gone and the run has a checkpoint to resume from."""
+    """Returns True if the path of --load no longer exists and the run has a checkpoint to resume from."""
     if load.exists():
         return False
     return open_store(checkpoints_location(run_folder(config), config)).newest_intact(set_aside=False) is not None
@@ -559,7 +559,7 @@ def _read_note(folder: Path) -> dict[str, Any] | None:
         note = json.loads(path.read_text(encoding="utf-8"))
         return {name: note[name] for name in ("load", "step")}
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged. Delete it to resume the run as it is.") from error
+        raise CheckpointError(f"{path} is damaged. Delete it to resume the run without it.") from error
 
 
 CreateDataset = Callable[[Any, argparse.Namespace], Any]

@@ -316,7 +316,7 @@ def _copy_within_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Non
             np.copyto(*chunk)
         return
     with ThreadPoolExecutor(min(_MAX_COPY_THREADS, torch.get_num_threads()), thread_name_prefix="copy") as threads:
-        deque(threads.map(np.copyto, *zip(*chunks, strict=True)), maxlen=0)  # raises what a thread raised
+        deque(threads.map(np.copyto, *zip(*chunks, strict=True)), maxlen=0)  # raises the exception of a thread
 
 
 def reads_at_once(device: torch.device) -> bool:

@@ -91,7 +91,7 @@ class StoredShard(Protocol):
     dtype: torch.dtype
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Returns a copy of the rows from `first` to before `last`; of a scalar, the scalar."""
+        """Returns a copy of the rows from `first` to before `last`; for a scalar, the scalar."""
 
 
 class SplitTensor:

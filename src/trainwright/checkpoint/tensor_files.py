@@ -298,7 +298,7 @@ class StoredTensor:
         self._file, self._start, self._first_piece = file, start, first_piece
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Returns a copy of the rows from `first` to before `last`; of a scalar, the scalar."""
+        """Returns a copy of the rows from `first` to before `last`; for a scalar, the scalar."""
         width, num_bytes = self.dtype.itemsize, self.shape.numel() * self.dtype.itemsize
         shape = (last - first, *self.shape[1:]) if self.shape else ()
         row_bytes = math.prod(self.shape[1:]) * width

@@ -383,7 +383,7 @@ class TrainerSection(Section):
 
     @property
     def options(self) -> Frozen[Any]:
-        """The further keys, as they are written."""
+        """The further keys, unchanged."""
         return Frozen(self.__pydantic_extra__)
 
     @model_validator(mode="after")

@@ -130,7 +130,7 @@ def _create_key(path: Path, *, replaces: bool) -> bytes:
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # whatever the umask
+            os.fchmod(descriptor, 0o600)  # independent of the umask
             file.write(secrets.token_bytes(_KEY_BYTES))
             file.flush()
             os.fsync(descriptor)

@@ -235,7 +235,7 @@ def write(settings: dict[str, Any]) -> str:
 
 
 def write_inline(value: Any) -> str:
-    """Return one value as YAML on one line, as it is written after `key: `."""
+    """Return one value as YAML on one line, in the form that follows `key: `."""
     if isinstance(value, dict | list):
         return _dump(value, is_flow=True).rstrip("\n")
     # yaml.dump adds an end-of-document marker to a bare scalar.

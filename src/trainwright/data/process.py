@@ -120,7 +120,7 @@ def describe_input(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Returns a function's name for messages; of a partial that of its function."""
+    """Returns a function's name for messages; for a partial, the name of its function."""
     inner = function.func if isinstance(function, functools.partial) else inspect.unwrap(function)
     name = getattr(inner, "__name__", type(inner).__name__)
     return "lambda" if name == "<lambda>" else str(name)

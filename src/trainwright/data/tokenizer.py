@@ -323,7 +323,7 @@ class _TransformersEngine:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # whatever the many tokenizer classes raise
+        except Exception as error:  # tokenizer classes raise various types
             found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
             raise DataError(
                 f"This folder has no tokenizer.json, and transformers cannot read a tokenizer from it: "
@@ -384,7 +384,7 @@ def _read_chat_templates(name: str, path: Path) -> tuple[dict[str, str], dict[st
         ) from error
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the many tokenizer classes raise
+    except Exception as error:  # tokenizer classes raise various types
         raise DataError(
             f"transformers cannot read the chat template of this folder: {type(error).__name__}: {error}", where=folder
         ) from error

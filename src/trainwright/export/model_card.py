@@ -34,7 +34,7 @@ _TASKS = {
     "ForTokenClassification": "token-classification",
     "ForImageClassification": "image-classification",
 }
-"""The hub's names of tasks, by the end of the class's name."""
+"""The hub's task names, by the suffix of the class name."""
 
 Library = Literal["transformers", "peft", "trainwright", "safetensors"]
 

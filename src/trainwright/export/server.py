@@ -190,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_event(json.dumps(event))
             self._send_event("[DONE]")
         except OSError:
-            raise  # the client is gone
+            raise  # the client has disconnected
         except Exception as error:  # the status has been sent
             logger.exception("The request failed.")
             problem = RequestError(f"{type(error).__name__}: {error}", status=HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -141,7 +141,7 @@ class RunFacts:
     casts_weights: bool = False
     """True if autocast casts fp32 weights that an optimizer with masters could keep in bf16."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """`trainer.optimizer` as it is set."""
+    """The setting `trainer.optimizer`."""
     fused_loss: bool | None = None
     kernels: str | None = None
     """`model.kernels` of a transformers model; None for others."""

@@ -32,7 +32,7 @@ class EarlyStopping(Hook):
         self.num_bad = 0
 
     def before_train(self) -> None:
-        """Stops at once if the run was stopped before."""
+        """Stops immediately if the run was stopped before."""
         if self.trainer.evaluated_sets:  # without any set the run does not evaluate
             names, label = self.trainer.metric_names, "early_stopping.metric"
             names.check(self.metric, label=label, mode=self.mode, where=self._where)

@@ -294,7 +294,7 @@ def _on_fakes(trainer: Trainer) -> Iterator[None]:
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
                 fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
             owner[name] = fakes[id(tensor)]
-        # Compiled code would run as it was compiled, for real tensors.
+        # Compiled code would run for real tensors.
         with trainer.storage.isolated(), torch.compiler.set_stance("force_eager"):
             yield
     finally:

@@ -138,7 +138,7 @@ class ObeyPreemption(Hook):
 
     def before_train(self) -> None:
         """Installs the signal handlers."""
-        message = "completing the current step, then saving a checkpoint. A second signal ends the run at once."
+        message = "completing the current step, then saving a checkpoint. A second signal ends the run immediately."
         self._listener = SignalListener(
             self.trainer.interrupt, deadline_seconds=self._deadline_seconds, message=message
         )

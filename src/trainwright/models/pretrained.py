@@ -197,7 +197,7 @@ class DrawNarrow(TorchFunctionMode):
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Returns a dtype for its name (`bf16`, `bfloat16`, `fp32`, ...); a dtype and None are returned as they are."""
+    """Returns a dtype for its name (`bf16`, `bfloat16`, `fp32`, ...); a dtype and None are returned unchanged."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     name = str(dtype)
@@ -352,7 +352,7 @@ def open_weights(path: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor
 
 
 def keys_of(path: Path) -> list[str]:
-    """Returns the keys of a file of weights; of a safetensors file only the header is read."""
+    """Returns the keys of a file of weights; reads only the header of a safetensors file."""
     with open_weights(path) as (keys, _):
         return keys
 

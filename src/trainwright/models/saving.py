@@ -331,7 +331,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def as_stored(tensor: Tensor, *, transpose: bool = False) -> Tensor:
-    """Returns a tensor as it is stored in files: on the CPU and contiguous; copied only if needed."""
+    """Returns a tensor in the form of files: on the CPU and contiguous; copied only if needed."""
     if tensor.is_meta:
         raise CheckpointError(
             "The model is on the meta device and has no weights to write. Load or initialize them first."

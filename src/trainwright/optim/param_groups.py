@@ -35,7 +35,7 @@ def classify_parameters(model: nn.Module) -> dict[str, str]:
     - `vector`: fewer than two dims longer than 1: biases, gains, scales
     - `embedding`: the weight of an Embedding, or a bare parameter that is named like one; a head that is tied to an
       embedding is one too
-    - `head`: the weight of a Linear whose name is one of HEAD_NAMES; of the model's last Linear where there is none
+    - `head`: the weight of a Linear whose name is one of HEAD_NAMES, or of the model's last Linear if there is none
     - `convolution`: the weight of a Conv1d, Conv2d or Conv3d
     - `matrix`: any other parameter of two dims
     - `tensor`: any other parameter
@@ -115,7 +115,7 @@ RANGES: Mapping[str, _Range] = {
     **dict.fromkeys(("betas", "adamw_betas", "momentum"), _BELOW_1),
     "ns_steps": _COUNT,
 }
-"""The valid values of settings of any optimizer; of a list, of each number."""
+"""The valid values of settings of any optimizer; for a list, those of each number."""
 
 _RATES = ("lr", "adamw_lr")
 

@@ -140,7 +140,8 @@ class _TensorwiseProduct(torch.autograd.Function):
         cast_rows = cast(rows, row_scale, FORWARD_DTYPE)
         cast_weights = _join([cast(each, weight_scale, FORWARD_DTYPE) for each in weights], dim=0)
         output = scaled_product(cast_rows, cast_weights, row_scale, weight_scale, rows.dtype, bias=bias, fast=True)
-        # The weights are saved as they are and cast again: with FSDP a copy of each would be a copy of the whole model.
+        # The weights are saved unchanged and cast again, because with FSDP a copy of each would be a copy of the whole
+        # model.
         kept = [_transposed(cast_rows)] if is_trained else []
         ctx.save_for_backward(row_scale, weight_scale, *weights, *kept)
         ctx.num_weights = len(weights)

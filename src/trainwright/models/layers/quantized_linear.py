@@ -105,7 +105,7 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear | 
 
 
 def num_weights(layer: QuantizedLinear | QuantizedLoRALinear) -> int:
-    """Returns the number of weights that the codes stand for."""
+    """Returns the number of weights that the codes represent."""
     return layer.out_features * layer.in_features
 
 
