@@ -84,7 +84,8 @@ class DeviceLossWindow:
     """The window on the device, which never waits: about twenty small kernels per step.
 
     Only the device knows how many losses there are. The state is one number in 0 … 2·size − 1: below `size` it is the
-    number of losses, from there on the slot that is overwritten next, plus `size`. A table maps it to what follows.
+    number of losses, from there on the slot that is overwritten next, plus `size`. A table maps it to the following
+    values.
     """
 
     def __init__(self, size: int, *, threshold: float, device: torch.device) -> None:
@@ -196,7 +197,7 @@ class AnomalyDetector:
     def __init__(
         self, section: AnomaliesSection, *, device: torch.device, rank: int, capture: Capture | None = None
     ) -> None:
-        """`capture` is given in graph mode, where the host cannot judge during a step."""
+        """`capture` is set in graph mode, in which the host cannot judge during a step."""
         self._section = section
         self._rank = rank
         self._skips_spikes = section.spike in ("skip", "rollback")

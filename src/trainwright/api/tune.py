@@ -165,7 +165,7 @@ def _rate_setting(config: RunConfig, optimizer: str | None) -> tuple[str | None,
         return name, path, _number(component.arguments.get("lr"))
     if section.optimizer is not None and optimizer is not None:
         raise ConfigError(
-            f"--optimizer {optimizer}: the run has one optimizer, trainer.optimizer. Leave the option out.",
+            f"--optimizer {optimizer}: the run has one optimizer, trainer.optimizer. Omit the option.",
             where=config.origin("trainer.optimizer"),
         )
     if section.optimizer is None:

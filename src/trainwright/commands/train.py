@@ -167,7 +167,7 @@ def _load(
     overrides = [*(each for text in params_override for each in split_overrides(text)), *overrides]
     if experiment is not None and run is None:
         if trust:
-            raise ConfigError("--trust is for the config.yaml of a run folder. Leave it out with --experiment.")
+            raise ConfigError("--trust is for the config.yaml of a run folder. Omit it with --experiment.")
         return load_experiment(experiment, config_files=config_files, overrides=overrides, imports=imports)
     if run is None or experiment is not None:
         given = f"got both {run} and {experiment}" if run is not None else "got neither"
@@ -206,7 +206,7 @@ def _reject_idle(mode: str, given: Collection[str], *, fast_dev_run: bool) -> No
         idle |= dict.fromkeys(flags, "--fast-dev-run uses a temporary folder and keeps nothing")
     for flag in given:
         if flag in idle:
-            raise ConfigError(f"{flag}: has no effect, because {idle[flag]}. Leave it out.")
+            raise ConfigError(f"{flag}: has no effect, because {idle[flag]}. Omit it.")
 
 
 def _warn_without_checkpoint(config: RunConfig, model_dir: Path | None) -> None:
@@ -224,13 +224,13 @@ def _check_launch(nnodes: int, rendezvous: str | None, *, starts_processes: bool
     if nnodes > 1 and rendezvous is None:
         raise ConfigError(f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same address on all machines.")
     if rendezvous is not None and nnodes == 1:
-        raise ConfigError("--rendezvous is for several machines. Give --nnodes too, or leave it out.")
+        raise ConfigError("--rendezvous is for several machines. Give --nnodes too, or omit it.")
     if rendezvous is not None and not rendezvous.rpartition(":")[2].isdecimal():
         raise ConfigError(f"--rendezvous: {rendezvous!r} is not HOST:PORT, such as node-1:29400.")
     if "WORLD_SIZE" in os.environ and not is_launched() and starts_processes:
         raise ConfigError(
             "--nproc, --nnodes and --max-restarts start processes, but a launcher has started this one: WORLD_SIZE is "
-            "set. Leave them out, or start the command without the launcher."
+            "set. Omit them, or start the command without the launcher."
         )
 
 

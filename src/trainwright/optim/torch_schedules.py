@@ -154,7 +154,7 @@ class TorchSchedule:
             self._reject(
                 "total_steps",
                 f"{self.name} ends after {total} steps, but the run has {max_steps}, and it has no rate for further "
-                "steps. Use at least as many total_steps, or leave them out; a run that was trained with fewer steps "
+                "steps. Use at least as many total_steps, or omit them; a run that was trained with fewer steps "
                 "continues with the new number with --accept-changes.",
             )
 
