@@ -1178,7 +1178,7 @@ def _evaluate_without_hooks(trainer: Trainer, sets: Mapping[str, Any]) -> dict[s
 
 def _save_once(trainer: Trainer) -> None:
     if not trainer.context.store.steps():
-        type(trainer).save(trainer)  # the method of the class: the instance's is the one that the trial observes
+        type(trainer).save(trainer)  # the method of the class, because the instance has the observed one
 
 
 def _differences(trainer: Trainer) -> list[str]:

@@ -104,7 +104,7 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
         "help": "pretrain resumes from the full state of --load; finetune loads its weights and starts at step 0; "
         "inference evaluates them without training.",
     },
-    "--fresh": {"action": "store_true", "help": "Rename an earlier run of this name and start over."},
+    "--fresh": {"action": "store_true", "help": "Rename an earlier run of this name, and start over."},
     "--accept-changes": {"action": "store_true", "help": "Resume a run although its settings have changed."},
     "--train-data": {"nargs": "+", "help": "Paths for create_dataset_function."},
     "--train-data-weights": {"nargs": "+", "type": _POSITIVE, "help": "The weight of each path; default: by size."},

@@ -1,4 +1,4 @@
-"""From `data` sections to loaders: datasets with nested sources and processing, batches, and the number of steps."""
+"""Builds loaders from `data` sections: datasets with nested sources and processing, batches, the number of steps."""
 
 from __future__ import annotations
 

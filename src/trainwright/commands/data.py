@@ -16,7 +16,7 @@ def data(
     run: RunPath,
     overrides: Overrides = None,
     show: Annotated[int, typer.Option(min=0, help="The number of samples to show.")] = 3,
-    samples: Annotated[int, typer.Option(min=1, help="How many samples to read at most, for their lengths.")] = 1000,
+    samples: Annotated[int, typer.Option(min=1, help="The maximum number of samples read for lengths.")] = 1000,
     set_name: Annotated[
         str | None,
         typer.Option("--set", help="Show this set in full, such as valid, instead of train.", metavar="NAME"),

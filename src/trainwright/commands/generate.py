@@ -41,7 +41,7 @@ def generate(
         Path | None, typer.Option(help="With --prompts: the file to write.", show_default="the terminal")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="With --prompts: how many are generated at a time.", show_default="16")
+        int | None, typer.Option(min=1, help="With --prompts: the number per batch.", show_default="16")
     ] = None,
     max_new_tokens: Annotated[
         int | None,

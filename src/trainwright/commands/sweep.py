@@ -43,7 +43,7 @@ def sweep(
         typer.Argument(help="Settings of the sweep to replace, such as trials=30.", show_default=False),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the known trials without starting any.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier sweep is set aside.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier sweep is renamed.")] = False,
 ) -> None:
     """Try settings of a run with grid, random or TPE search. Running the same command again continues the sweep.
 

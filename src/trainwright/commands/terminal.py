@@ -65,7 +65,7 @@ TopK = Annotated[
     int | None, typer.Option(min=1, help="The number of most likely tokens to sample from.", show_default="all")
 ]
 TopP = Annotated[
-    float | None, typer.Option(help="Sample from the most likely tokens of this total probability.", show_default="all")
+    float | None, typer.Option(help="Sample from the most likely tokens up to this probability.", show_default="all")
 ]
 RepetitionPenalty = Annotated[
     float, typer.Option(help="Above 1, tokens that the text already contains become less likely.")

@@ -90,7 +90,7 @@ def train(
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="With --nnodes: the rendezvous, on one of the machines.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is set aside.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is renamed.")] = False,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="Resume although settings that affect the math have changed.")
     ] = False,

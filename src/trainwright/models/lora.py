@@ -24,7 +24,7 @@ from trainwright.models.saving import as_stored, has_files_of_others, is_model_f
 class LoRALinear(nn.Linear):
     """A linear layer with frozen `weight` and `bias` and a trained product `lora_b @ lora_a`.
 
-    `add_lora` turns an nn.Linear into one. The adapter of a 16-bit layer is float32, because 16 bits lose small
+    `add_lora` converts an nn.Linear to one. The adapter of a 16-bit layer is float32, because 16 bits lose small
     updates.
     """
 

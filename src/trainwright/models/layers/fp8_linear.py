@@ -40,7 +40,7 @@ _SMALLEST_AMAX = 1e-12  # a tensor of zeros must not have a scale of 0
 class Fp8Linear(nn.Linear):
     """A linear layer that trains in fp8; in evaluation and without gradients it computes like nn.Linear.
 
-    `use_fp8` of models/fp8.py turns an nn.Linear into one. Parameters, state dict and hooks do not change.
+    `use_fp8` of models/fp8.py converts an nn.Linear to one. Parameters, state dict and hooks do not change.
     """
 
     evaluates_as: ClassVar[type[nn.Module]] = nn.Linear

@@ -40,7 +40,7 @@ _STORED = {"nf4": ("weight_codes", "weight_scales", "weight_ranges"), "int8": ("
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with a quantized weight; `quantize` turns an nn.Linear into one."""
+    """A linear layer with a quantized weight; `quantize` converts an nn.Linear to one."""
 
     quantized_type: QuantizedType
     weight_dtype: torch.dtype
