@@ -44,7 +44,7 @@ class Phase:
     def __init__(self, what: str, *, total: float | None = None, unit: str = "") -> None:
         self.what = what
         self.total = total
-        """The amount when all is done, in `unit`; None if it is not known (yet)."""
+        """The total amount in `unit`; None if it is not yet known."""
         self.unit = unit
         self.done = 0.0
         self.start = time.monotonic()

@@ -214,7 +214,7 @@ class Backend:
         return main_memory.facts()
 
     def utilization(self) -> float | None:
-        """Returns the share of time in which the device was busy lately, from 0 to 1; None if unknown."""
+        """Returns the share of time in which the device was recently busy, from 0 to 1; None if unknown."""
         return None
 
     def release_memory(self) -> None:

@@ -269,7 +269,7 @@ class Build:
         }
 
     def freeze_rules(self) -> list[FreezeRule]:
-        """The entries of `model.freeze` that end during the run; all entries if there is one."""
+        """The entries of `model.freeze` if any of them ends during the run; empty otherwise."""
         given = {} if self.config.model is None else self.config.model.reserved
         rules = read_freeze(given["freeze"]) if "freeze" in given else []
         return rules if any(any(rule[1:]) for rule in rules) else []

@@ -26,7 +26,7 @@ def data(
 ) -> None:
     """Show the data of a run: its sets, samples in training order, a batch, lengths, the mixture.
 
-    Builds no model, trains nothing, and does not touch the run folder.
+    Does not build a model, train, or access the run folder.
     """
     config = load_run(run, overrides, trust=trust)
     from trainwright.analysis.data import describe_data

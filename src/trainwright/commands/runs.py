@@ -66,7 +66,7 @@ def runs(
         return
     if (metric or is_by_metric) and all(run.value is None for run in found):
         known = sorted({name for run in found for name in _last_names(run.folder)})
-        raise ConfigError(f"No run in {folder} has logged {shown!r} lately. {suggest(shown, known) if known else ''}")
+        raise ConfigError(f"No run in {folder} has logged {shown!r} recently. {suggest(shown, known) if known else ''}")
     found = _sorted(found, sort, reverse=reverse)
     if as_json:
         rows = [

@@ -100,7 +100,7 @@ _PLAIN = (str, bytes, bool, int, float, type(None))
 
 
 def import_arrow() -> Any:
-    """Returns pyarrow; the error says how to install it."""
+    """Returns pyarrow; if it is missing, the error says how to install it."""
     try:
         import pyarrow  # type: ignore[import-untyped]  # it comes without types
         import pyarrow.ipc  # type: ignore[import-untyped]

@@ -173,7 +173,7 @@ class EventStorage:
         """Stores the distribution of the values of a tensor, an array or a sequence of numbers.
 
         The values are counted on their device. Several puts of a name in one step add up; the next log line has the
-        last step's. A sharded tensor is counted on all of its ranks, others on the first data rank.
+        values of the last step. A sharded tensor is counted on all of its ranks, others on the first data rank.
         """
         self._put_media("histogram", name, values, None)
 

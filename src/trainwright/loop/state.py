@@ -1,7 +1,7 @@
 """The progress of a run (`RunState`), and a batch with its number of samples (`Batch`).
 
 The trainer owns one RunState, and only the trainer assigns its fields. Overridable methods of a trainer receive the
-collator's own batch; inside the loop it travels as a `Batch`.
+collator's own batch; inside the loop it is wrapped in a `Batch`.
 """
 
 from __future__ import annotations

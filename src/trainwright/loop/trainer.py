@@ -1314,7 +1314,7 @@ class Trainer:
             checkpointing.raise_failure()
 
     def _end_step(self) -> bool:
-        """Evaluates, writes and saves what is due; returns False if the run rolled back instead."""
+        """Evaluates, writes and saves if due; returns False if the run rolled back instead."""
         state = self._state
         if self._is_nothing_due():
             state.has_unfinished_step, state.max_steps_at_end, state.phase = False, 0, "between_steps"

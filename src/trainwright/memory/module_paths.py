@@ -52,9 +52,9 @@ def layers_of(
 ) -> dict[str, nn.Module]:
     """Returns the layers in a submodule (its path, "" for all) that are of a class or match a glob, in order.
 
-    A class matches its subclasses, and a list of modules, which is never called, its members. For nested matches, the
-    outer one is returned; a module with two paths is returned once. A class or glob that matches nothing raises, unless
-    the model is not whole: a pipeline stage.
+    A class also matches its subclasses. A list of modules, which is never called, stands for its members. For nested
+    matches, the outer one is returned; a module with two paths is returned once. A class or glob that matches nothing
+    raises, unless the model is not whole: a pipeline stage.
     """
     prefix = f"{path}." if path else ""
     modules = {name: module for name, module in model.named_modules() if name == path or name.startswith(prefix)}

@@ -83,7 +83,7 @@ class HostCopy:
         self._copy(self._host, torch.split(data, BLOCK_BYTES))
 
     def __del__(self) -> None:
-        # A copy back that was not used, for example after an error, still writes.
+        # A copy back that was not used, for example after an error, may still be writing.
         if self._source is not None or self._returning is not None:
             self._wait()
 

@@ -360,7 +360,7 @@ class RunReader:
         if begin and begin != offset:
             begin += content.find(b"\n") + 1
             content = content[content.find(b"\n") + 1 :]
-        content = content[: content.rfind(b"\n") + 1]  # a line that is being written comes later
+        content = content[: content.rfind(b"\n") + 1]  # an incomplete line is read later
         text = safe(content.decode("utf-8", errors="replace"))
         return {"text": text, "offset": begin + len(content), "begins": begin}
 

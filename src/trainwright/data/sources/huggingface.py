@@ -16,7 +16,7 @@ from trainwright.progress import progress
 
 
 def import_datasets(user: str) -> Any:
-    """Returns the library; the error says how to install it, and that `user` needs it."""
+    """Returns the library; if it is missing, the error names `user` and how to install it."""
     try:
         import datasets
     except ImportError as error:
