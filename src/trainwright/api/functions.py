@@ -173,7 +173,7 @@ def train(
         config = _config_of(settings, overrides)
         has_sets = len(eval_data) > 0 if isinstance(eval_data, Mapping) else eval_data is not None
         if (metric_components or metric_objects) and not has_sets and config.data.test is None:
-            raise ConfigError("metrics: have no effect without eval_data. Give both, or neither.", where=caller())
+            raise ConfigError("metrics: have no effect without eval_data. Pass both, or neither.", where=caller())
         parts = _given_parts(
             model,
             data,

@@ -155,7 +155,7 @@ def metric_arguments(metrics: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         names = [_metric_name(each) for each in metrics]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            problem = f'two of them would be named "{twice}". Give a mapping from names to metrics.'
+            problem = f'two of them would be named "{twice}". Pass a mapping from names to metrics.'
             raise ConfigError(f"metrics: {problem}", where=caller())
         metrics = dict(zip(names, metrics, strict=True))
     elif isinstance(metrics.get("type"), str):

@@ -80,7 +80,7 @@ def tune_micro_batch(
     reject_untrusted(config)
     if wants_budget(config):
         raise ConfigError(
-            "tune batch: model.activation_checkpointing.budget: auto depends on the micro-batch size. Give a number.",
+            "tune batch: model.activation_checkpointing.budget: auto depends on the micro-batch size. Set a number.",
             where=config.origin("model.activation_checkpointing"),
         )
     if config.trainer.optimizer_in_backward:

@@ -59,11 +59,11 @@ def settle_activation_checkpointing(
     `assemble` and `folder` are as in `settle_micro_batch`.
     """
     where = config.origin("model.activation_checkpointing")
-    reject_sharded(LABEL, "Give a share from 0 to 1.", ranks, where)
+    reject_sharded(LABEL, "Set a share from 0 to 1.", ranks, where)
     if config.trainer.micro_batch_size == "auto":
         raise ConfigError(
             f"{LABEL} cannot be combined with trainer.micro_batch_size: auto, because each would use the memory that "
-            "the other leaves. Give one of them a number.",
+            "the other leaves. Set one of them to a number.",
             where=where,
         )
     assert config.model is not None

@@ -142,7 +142,7 @@ def settle_micro_batch(
     Its own number is used again if it divides the rank's batch and the device is the same.
     """
     where = config.origin("trainer.micro_batch_size")
-    reject_sharded(_LABEL, "Give a number; `trainwright estimate` says what fits.", ranks, where)
+    reject_sharded(_LABEL, "Set a number; `trainwright estimate` says what fits.", ranks, where)
     largest = resolve_batch(config, ranks.size).micro_batch_size
     saved = config_of_earlier_start(folder, backend, ranks)
     found = None if saved is None else saved.trainer.micro_batch_size
@@ -287,12 +287,12 @@ def trial_steps(trainer: Trainer, largest: int, ranks: Ranks, *, headroom: float
     if trainer.varying_memory:
         raise ConfigError(
             "trainer.micro_batch_size and model.activation_checkpointing: auto measures one step, but "
-            f"{trainer.varying_memory} Give a number."
+            f"{trainer.varying_memory} Set a number."
         )
     if isinstance(data, MadeBatches):
         raise ConfigError(
             "trainer.micro_batch_size and model.activation_checkpointing: auto tries batches of data.train, but there "
-            "is no training dataset, because next_train_inputs makes the batches. Give a number."
+            "is no training dataset, because next_train_inputs makes the batches. Set a number."
         )
     with _state_restored(trainer), trainer.storage:
         lengths = getattr(data.dataset, "lengths", None)

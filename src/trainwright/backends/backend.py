@@ -187,7 +187,7 @@ class Backend:
     ) -> tuple[Recording, list[torch.Tensor]]:
         """Runs `run` once under guards; returns a recording that repeats it, and the result of the run.
 
-        After each replay the parameters have the gradients of that replay, and None if the run left None.
+        After each replay, the parameters have the gradients of that replay, or None if the run left no gradient.
         """
         return EagerRecording(run), run_guarded(run, inputs)
 

@@ -425,7 +425,7 @@ class Build:
         is_optimizer = section.startswith("trainer.optimizer") and not section.endswith(".schedule")
         if is_optimizer and model is None:
             raise ConfigError(
-                f"build_component: {section} needs the model whose parameters it updates. Give it as model=…, for "
+                f"build_component: {section} needs the model whose parameters it updates. Pass it as model=…, for "
                 'example model=build_component(config, "model").',
                 where=self.config.origin(section),
             )

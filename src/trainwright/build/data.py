@@ -99,7 +99,7 @@ class DatasetBuilder:
                 )
             if weights and len(weights) < len(several):
                 missing = ", ".join(name for name in several if name not in weights)
-                raise ConfigError(f"{label}.sources: no weight for {missing}. Give all a weight, or none.")
+                raise ConfigError(f"{label}.sources: no weight for {missing}. Set a weight for all, or for none.")
             nested["sources"] = {name: build(f"sources.{name}", each) for name, each in several.items()}
             if weights:
                 nested["weights"] = weights
@@ -226,7 +226,7 @@ class Loaders:
                 if is_given:
                     raise ConfigError(
                         f"data.{name}: has no effect, because build_train_data returns a {type(dataset).__name__}. "
-                        f"Give it there: {name}=….",
+                        f"Set it there: {name}=….",
                         where=self._config.origin(f"data.{name}"),
                     )
             return dataset
@@ -443,7 +443,7 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
         steps.append(trainer.max_steps)
     if not steps and isinstance(data, StreamData):
         raise ConfigError(
-            "trainer: data.train is a stream, whose length is unknown. Give max_steps or max_samples too, because "
+            "trainer: data.train is a stream, whose length is unknown. Set max_steps or max_samples too, because "
             "schedules need an end. The run ends earlier if the stream ends.",
             where=where,
         )

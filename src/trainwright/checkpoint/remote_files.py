@@ -270,7 +270,7 @@ class RemoteFolder:
         path = self.path / name if name else self.path
         if is_masked(path.address):
             raise UnreachableError(
-                "The address has no credentials, because a run does not save them. Give it again: checkpoint.folder=….",
+                "The address has no credentials, because a run does not save them. Set it again: checkpoint.folder=….",
                 where=path,
             )
         try:

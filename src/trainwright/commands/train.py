@@ -224,7 +224,7 @@ def _check_launch(nnodes: int, rendezvous: str | None, *, starts_processes: bool
     if nnodes > 1 and rendezvous is None:
         raise ConfigError(f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same address on all machines.")
     if rendezvous is not None and nnodes == 1:
-        raise ConfigError("--rendezvous is for several machines. Give --nnodes too, or omit it.")
+        raise ConfigError("--rendezvous is for several machines. Set --nnodes too, or omit it.")
     if rendezvous is not None and not rendezvous.rpartition(":")[2].isdecimal():
         raise ConfigError(f"--rendezvous: {rendezvous!r} is not HOST:PORT, such as node-1:29400.")
     if "WORLD_SIZE" in os.environ and not is_launched() and starts_processes:

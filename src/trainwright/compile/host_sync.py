@@ -78,8 +78,8 @@ _GATHERED = HostUse(
     "torch.tensor([...]) of tensors reads each of them on the host",
     "Use torch.stack([...]), which stays on the device.",
 )
-_REPEATED = HostUse("the shape of repeat_interleave depends on values", "Give it output_size=…, which fixes the shape.")
-_ONE_HOT = HostUse("one_hot without num_classes looks for the largest value", "Give it num_classes=….")
+_REPEATED = HostUse("the shape of repeat_interleave depends on values", "Pass output_size=…, which fixes the shape.")
+_ONE_HOT = HostUse("one_hot without num_classes looks for the largest value", "Pass num_classes=….")
 
 
 WATCHED = ("cross_entropy", "nll_loss", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward")

@@ -156,7 +156,7 @@ def _check_weights(weights: Any, size: int) -> Weights:
     if found.ndim != 1 or len(found) != size:
         shape = f"{len(found)} weights" if found.ndim == 1 else f"an array of shape {list(found.shape)}"
         raise ConfigError(
-            f"data.sampler.weights: {shape}, but data.train has {size} samples. Give one number for each sample."
+            f"data.sampler.weights: {shape}, but data.train has {size} samples. Provide one number for each sample."
         )
     wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
     if wrong.size:

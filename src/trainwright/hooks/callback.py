@@ -34,7 +34,7 @@ class CallbackHook(Hook):
             setattr(self, event, self._with_trainer(function))
         if not given:
             raise ConfigError(
-                "CallbackHook has no function. Give one, such as after_step=log, with log(trainer).", where=caller()
+                "CallbackHook has no function. Pass one, such as after_step=log, with log(trainer).", where=caller()
             )
 
     def _with_trainer(self, function: Callable[..., None]) -> Callable[..., None]:

@@ -383,7 +383,7 @@ class Profiler(Hook):
     def __init__(self, first: int = 10, steps: int = 10) -> None:
         for name, value, least in (("first", first, 0), ("steps", steps, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"profiler: {name} is {value!r}. Give an integer of at least {least}.")
+                raise ConfigError(f"profiler: {name} is {value!r}. Use an integer of at least {least}.")
         self._first, self._num_steps = first, steps
         self._counter: Any = None
         self._counted_flops: int | None = None

@@ -225,10 +225,10 @@ def _check_is_hook(hook: Any) -> None:
     """Raises for a class or a function instead of a hook object."""
     name = getattr(hook, "__name__", repr(hook))
     if isinstance(hook, type):
-        raise ConfigError(f"{name} is a class, but a hook is an object of one. Give {name}() instead.")
+        raise ConfigError(f"{name} is a class, but a hook is an object of one. Pass {name}() instead.")
     if callable(hook) and not any(hasattr(hook, event) for event in HOOK_EVENTS):
         raise ConfigError(
-            f"{name} is a function, not a hook. Give Every(n)({name}), or CallbackHook(after_step={name})."
+            f"{name} is a function, not a hook. Pass Every(n)({name}), or CallbackHook(after_step={name})."
         )
 
 

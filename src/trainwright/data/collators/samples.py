@@ -56,7 +56,7 @@ def require(columns: Mapping[str, Any], field: str, advice: str) -> list[Any]:
 def names_of(setting: str, value: Sequence[str]) -> tuple[str, ...]:
     """Returns a setting that lists fields; rejects a single text, which would be read letter by letter."""
     if isinstance(value, str) or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f"{setting} is {value!r}. Give a list of field names, such as [url, id].")
+        raise ConfigError(f"{setting} is {value!r}. Use a list of field names, such as [url, id].")
     return tuple(value)
 
 

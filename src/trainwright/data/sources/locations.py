@@ -191,7 +191,7 @@ def _open_file_system(url: str) -> tuple[Any, str]:
     """
     if is_masked(url):
         raise DataError(
-            f"path: {url} has no credentials, because a run does not save them. Give the whole address again, such as "
+            f"path: {url} has no credentials, because a run does not save them. Set the whole address again, such as "
             "data.train.path=…."
         )
     try:

@@ -255,8 +255,8 @@ class _Product(torch.autograd.Function):
         kind, shape, dtype = ctx.facts
         codes, scales, *rest = ctx.saved_tensors
         if torch.compiler.is_compiling():
-            # The compiler would decode the weight once and keep it for the backward pass. As a function of the gradient
-            # it cannot; the sum of no elements is 0 and takes no time.
+            # The compiler would decode the weight once and keep it for the backward pass. If the codes depend on the
+            # gradient, it cannot; the sum of an empty slice is 0.
             zero = gradient[:0].sum()
             codes, scales = codes + zero.to(codes.dtype), scales + zero.to(scales.dtype)
         input_gradient = None
