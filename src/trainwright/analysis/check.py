@@ -459,7 +459,7 @@ def check_gradients(trainer: Trainer, missing: list[str], case: Case) -> None:
     if missing:
         root = missing[0].partition(".")[0]
         location = line_of_attribute(type(trainer.model), root, case.users) or case.setting("model.type", ["model"])
-        advice = "Use them in forward, or freeze or remove them; parameters that only some steps use may stay."
+        advice = "Use them in forward, or freeze or remove them; parameters that only some steps use are allowed."
         case.add("remark", f"no gradient reached {_listed(missing)} in the first step.", advice, location)
 
 

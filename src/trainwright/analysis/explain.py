@@ -364,7 +364,7 @@ class ModelRules:
         total = count_weights(self.model)
         trained = sum(each.numel() for each in parameters if each.requires_grad)
         share = "all" if trained == total else f"{trained:,} ({100 * trained / max(total, 1):.3g} %)"
-        also = "; in addition to adapters also what the files lack" if {"lora", "pretrained"} <= set(reserved) else ""
+        also = "; besides adapters, also weights that files lack" if {"lora", "pretrained"} <= set(reserved) else ""
         self.of_model.append(_rule(f"{total:,} weights", f"of which {share} are trained{also}"))
 
     def _optimizers(self) -> None:

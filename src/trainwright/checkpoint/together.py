@@ -315,11 +315,11 @@ class Together:
         return files
 
     def announce_commit(self) -> None:
-        """Tells the others that the checkpoint is committed."""
+        """Notifies the others that the checkpoint is committed."""
         self._announce({"type": COMMITTED})
 
     def announce_failure(self, reason: str) -> None:
-        """Tells the others that this save has failed."""
+        """Notifies the others that this save has failed."""
         self._announce({"type": FAILED, "reason": reason})
 
     def _announce(self, result: dict[str, str]) -> None:

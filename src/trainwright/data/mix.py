@@ -561,7 +561,7 @@ def _check_arguments(sources: Mapping[str, Any], weights: Mapping[str, float] | 
         check_dataset(source, name=f"Source {name}", reader="mix")
     if weights is not None and weights.keys() != sources.keys():
         raise ConfigError(
-            f"weights has {', '.join(weights) or 'no names'}, but sources has {', '.join(sources)}. Give every source "
-            "a weight, or none.",
+            f"weights has {', '.join(weights) or 'no names'}, but sources has {', '.join(sources)}. Set a weight for "
+            "every source, or for none.",
             where="mix",
         )

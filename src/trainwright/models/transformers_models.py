@@ -345,7 +345,7 @@ def _counted_labels(model: Any) -> Counted | None:
     if inline != "loss_function":
         counted = inline
     if counted == "classes":
-        # One output is a number to predict, and several classes at a time are floats: other losses.
+        # A single output means regression, and float labels mean several classes; both have other losses.
         settings = model.config
         is_class = settings.num_labels > 1 and settings.problem_type in (None, "single_label_classification")
         return "all" if is_class else None
