@@ -52,7 +52,7 @@ def block_shares(weights: Mapping[str, float]) -> Indices:
 class Choices:
     """The endless sequence of choices between sources, by their shares of a block.
 
-    Shuffled, each block has its own permutation; otherwise all blocks have the same even interleaving. The current
+    If shuffled, each block has its own permutation; otherwise, all blocks have the same even interleaving. The current
     block is kept, because it takes about a millisecond to compute.
     """
 

@@ -17,7 +17,7 @@ from trainwright.user_code.locations import UserFiles, line_of_attribute
 
 
 class UserAttribute(NamedTuple):
-    """An attribute that user code has given a trainer or a task."""
+    """An attribute that user code has set on a trainer or a task."""
 
     owner: object
     name: str

@@ -1270,7 +1270,7 @@ class Trainer:
         iterator.num_ignored = iterator.num_unlabelled = 0
 
     def _repeat_step(self, batch: Any) -> Any:
-        """Repeats the current step for an optimizer that computes the loss again."""
+        """Repeats the current step for an optimizer that recomputes the loss."""
         with self._around_step:
             return self.train_step(batch)
 
