@@ -287,7 +287,7 @@ def _observed(owners: Iterable[_Owner], users: UserFiles) -> Iterator[dict[_Key,
                 setattr(kind, name, before)
 
 
-# What a value is.
+# Identity of a value.
 
 
 def _digests(owners: Iterable[_Owner], trainer: Trainer) -> dict[_Key, Hashable]:

@@ -114,7 +114,7 @@ def _show(found: Estimate, limit: int | None) -> None:
         print(remark)
     if limit is not None:
         fits = f"fits {size_text(limit)}, with {size_text(limit - found.peak_bytes)} left"
-        fails = f"does not fit {size_text(limit)} (5 % of it is kept free for what is not counted)"
+        fails = f"does not fit {size_text(limit)} (5 % of it is kept free for memory that is not counted)"
         samples = found.largest_micro_batch(limit)
         words = f"{fits if found.fits(limit) else fails}. The largest micro-batch that would fit"
         print(f"It {words} has about {samples} samples of this shape.")

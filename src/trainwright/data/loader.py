@@ -246,7 +246,7 @@ class TrainData(BatchLoader):
         super().__init__(dataset, global_batch_size=global_batch_size, seed=seed, **common)
         self.num_samples = num_samples
         self.samples_seen = 0
-        """Samples returned so far over all ranks, with those that were skipped."""
+        """Samples returned so far over all ranks, including skipped ones."""
         self.order_position = 0
         """The position in the order after the last batch; unlike for a stream, equal to `samples_seen`."""
         self.batch_positions = (0, 0)

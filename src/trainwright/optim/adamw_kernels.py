@@ -1,6 +1,6 @@
 """The step of AdamW as one Triton kernel, for moments in 8 bits, and for weights or moments in 16 bits.
 
-Each element is read and written once, with clipping, the skip and the rounding of weights and moments:
+Each element is read and written once, including clipping, skipping and the rounding of weights and moments:
 
 | bf16 weights and gradients, bytes per element | fp32 master | stochastic rounding |
 |-----------------------------------------------|-------------|---------------------|
