@@ -208,7 +208,7 @@ class Fetched(NamedTuple):
 
     batch: Any
     num_samples: int
-    """The number of samples that count; 0 for a stand-in."""
+    """The number of samples that count; 0 for a placeholder."""
     failures: tuple[RowFailure, ...] = ()
     """Rows that were skipped because they cannot be read."""
     cursors: tuple[tuple[int, Any], ...] = ()
@@ -328,7 +328,7 @@ class SampleFetcher(Dataset[Any]):
         skipped = {failure.row for failure in failures}
         rows = [_failure(error, dataset, index) for index in located]
         readable = [row for row in rows if row.row not in skipped]
-        if number < len(readable):  # else a stand-in
+        if number < len(readable):  # otherwise a placeholder
             row = readable[number]
             raise DataError(
                 f"Sample {row.row} of {row.source} is None. Return a sample for every index, or use a collator that "

@@ -60,7 +60,7 @@ class Task:
     def aggregate_logs(self, state: Any, outputs: Mapping[str, Any]) -> Any:
         """Adds one batch of an evaluation to the state (None at first) and returns it.
 
-        `outputs` holds per-sample tensors of all ranks in sample order on the host, scalars, and passthrough objects.
+        `outputs` has per-sample tensors of all ranks in sample order on the host, scalars, and passthrough objects.
         """
         raise AssertionError("called only if overridden")
 
