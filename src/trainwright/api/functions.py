@@ -101,33 +101,45 @@ def train(
     fresh: bool = False,
     accept_changes: bool = False,
 ) -> Trainer:
-    """Trains a model on a dataset and returns the trainer, which has the model, the step, the curves and the storage.
+    """Trains a model on a dataset and returns the trainer.
 
-    Calling `train` again resumes the run of that name. A component is a name ("lion"), a mapping with `type` and
-    arguments ({"type": "lion", "lr": 1e-4}), a `Component`, a class, or a `functools.partial` of a class.
+    Calling `train` again resumes the run of that name. A component is a name (`"lion"`), a mapping with `type` and
+    arguments (`{"type": "lion", "lr": 1e-4}`), a `Component`, a class, or a `functools.partial` of a class.
 
-    model           the module to train, on any device; it is moved and trained in place
-    data            the training dataset: samples by index, or a stream
-    forward         `forward(model, batch)` returns a loss, (loss, metrics), or a mapping with `loss`; default: the
-                    model is called with the batch, `model(**batch)`
-    eval_data       a dataset, or several by name; default: no evaluation
-    collator        a function from a list of samples to a batch; default: stacks tensors
-    sampler         the order of the samples: a component, or a torch Sampler; default: shuffled by the seed
-    hooks           objects with events such as `after_step`
-    metrics         metrics of the evaluation: a name, or a mapping from names to components or objects with
-                    `update` and `compute`
-    max_steps       the number of updates
-    max_epochs      the number of passes over the data; the first limit that is reached ends the run
-    batch_size      samples per update, over all ranks
-    optimizer       a component, or an optimizer of this model's parameters; default: adamw
-    lr              the learning rate, unless `optimizer` has its own; default: 1e-3 where the optimizer has no default
-    schedule        the learning-rate schedule, a component; default: constant
-    device          "cpu", "cuda", "tpu", or a torch.device; default: the fastest one
-    precision       "fp32", "bf16", "fp16", "fp8", or the dtype; default: "auto", bf16 on GPUs and fp32 on CPUs
-    name            the run folder is runs/NAME
-    overrides       any other setting, as on the command line: ["evaluation.every_steps=50"]
-    fresh           starts over; the earlier run is kept in runs/NAME.old
-    accept_changes  continues although code or settings that affect the result differ from those of the saved run
+    Args:
+        model: The module to train, on any device. It is moved and trained in place.
+        data: The training dataset: samples by index, or a stream.
+        forward: `forward(model, batch)` returns a loss, `(loss, metrics)`, or a mapping with `loss`. Default: the
+            model is called with the batch, `model(**batch)`.
+        eval_data: A dataset, or several by name. Default: no evaluation.
+        collator: A function from a list of samples to a batch. Default: stacks tensors.
+        sampler: The order of the samples: a component, or a torch Sampler. Default: shuffled by the seed.
+        hooks: Objects with events such as `after_step`.
+        metrics: Metrics of the evaluation: a name, or a mapping from names to components or objects with `update` and
+            `compute`.
+        max_steps: The number of updates.
+        max_epochs: The number of passes over the data. The first limit that is reached ends the run.
+        batch_size: Samples per update, over all ranks.
+        optimizer: A component, or an optimizer of this model's parameters. Default: `adamw`.
+        lr: The learning rate, unless `optimizer` has its own. Default: that of the optimizer, or 1e-3.
+        schedule: The learning-rate schedule, a component. Default: constant.
+        device: `"cpu"`, `"cuda"`, `"tpu"`, or a `torch.device`. Default: the fastest one.
+        precision: `"fp32"`, `"bf16"`, `"fp16"`, `"fp8"`, or the dtype. Default: bf16 on GPUs, fp32 on CPUs.
+        name: The run folder is `runs/NAME`.
+        overrides: Any other setting, as on the command line: `["evaluation.every_steps=50"]`.
+        fresh: Starts over. The earlier run is kept in `runs/NAME.old`.
+        accept_changes: Continues although code or settings that affect the result differ from those of the saved run.
+
+    Returns:
+        The trainer, which has the model, the step, the curves and the storage.
+
+    >>> data = [{"x": torch.randn(8), "labels": torch.tensor(index % 4)} for index in range(64)]
+    >>> model = torch.nn.Linear(8, 4)
+    >>> def forward(model, batch):
+    ...     return torch.nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
+    >>> trainer = train(model, data, forward=forward, max_epochs=2, batch_size=16)
+    >>> trainer.step, trainer.epoch
+    (8, 1)
     """
     shorten_tracebacks()
     with errors_name_arguments(overrides, has_optimizer=optimizer is not None):

@@ -175,9 +175,12 @@ def build_trainer(
 ) -> Trainer:
     """Builds a trainer that is ready to `train()`: at step 0, or at the newest checkpoint of the run folder.
 
-    `fresh` moves an earlier run of that name aside; `accept_changes` continues although settings that affect the math
-    differ; without `evaluates` the evaluation sets are not used. `trainer_class` is used instead of the config's;
-    config.yaml does not change, environment.json names the class.
+    Args:
+        config: The settings of the run.
+        trainer_class: Used instead of the config's; config.yaml does not change, environment.json names the class.
+        fresh: Moves an earlier run of that name aside.
+        accept_changes: Continues although settings that affect the math differ.
+        evaluates: False: the evaluation sets are not used.
     """
     with run_log() as open_logs:
         trainer = _build_trainer(config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates)
@@ -359,10 +362,19 @@ def build_component(
 ) -> Any:
     """Builds the object of one section, as a run does, without a trainer: `build_component(config, "data.train")`.
 
-    `config` is a config or the path of its file. `section` is the dotted name of a component: data.train,
-    data.eval.valid, data.collator, model, task, trainer.optimizer, hooks.0, … An optimizer needs the `model` whose
-    parameters it updates. Datasets are processed and split as in the run, models have its first weights; the caller's
-    generators are not changed. What a trainer or a task builds instead of a section is not called.
+    Datasets are processed and split as in the run, models have its first weights; the caller's generators are not
+    changed. What a trainer or a task builds instead of a section is not called.
+
+    Args:
+        config: A config, or the path of its file.
+        section: The dotted name of a component: `data.train`, `data.eval.valid`, `data.collator`, `model`, `task`,
+            `trainer.optimizer`, `hooks.0`, …
+        model: The model whose parameters an optimizer updates; other sections do not need it.
+
+    >>> from trainwright import RunConfig
+    >>> config = RunConfig.from_dict({"model": {"type": "llama", "preset": "tiny"}})
+    >>> type(build_component(config, "model")).__name__
+    'Llama'
     """
     if not isinstance(config, RunConfig):
         config = RunConfig.load(config)

@@ -95,7 +95,14 @@ FolderName: TypeAlias = Annotated[str, BeforeValidator(_folder_name)]
 
 
 class RunConfig(Section):
-    """All settings of a run, validated and read-only, with the origin of each."""
+    """All settings of a run, validated and read-only, with the origin of each.
+
+    `==` compares settings. Sections and the arguments of components read as attributes.
+
+    >>> config = RunConfig.from_dict({"model": {"type": "llama", "preset": "tiny"}}, overrides=["trainer.max_steps=10"])
+    >>> config.model.preset, config.trainer.max_steps
+    ('tiny', 10)
+    """
 
     name: FolderName = "run"
     """The run's folder is output_dir/name. Default: the YAML file's name without .yaml."""

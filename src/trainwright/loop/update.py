@@ -140,9 +140,13 @@ class StepResult(NamedTuple):
     """What one update gives. `loss` and `grad_norm` stay on the device; reading them waits for it."""
 
     loss: torch.Tensor
+    """The mean over all ranks, detached."""
     metrics: dict[str, Any]
+    """The metrics of the step by name; a step may add others."""
     grad_norm: torch.Tensor
+    """The norm of all gradients before clipping."""
     lr: float
+    """The learning rate that was used; with several optimizers `metrics` has `lr/NAME`."""
 
 
 class ScheduledOptimizer:

@@ -103,11 +103,23 @@ def decoder_mask(
 ) -> Mask | None:
     """Returns what `attention` and the layers of a decoder need to know of padding and documents, once per batch.
 
-    `attention_mask` [B, S] is 0 at padding; one of four dims is bool and used unchanged. `document_ids` [B, S] are
-    equal for tokens that may see each other. The result is None if attention is only causal, the borders of blocks
-    where they are faster, and otherwise a mask [B, 1, S, S]. Pass the `width` of the heads: for widths that flex
-    attention does not support, each layer would have to create the mask. `is_whole` is that of the model's sequence:
-    one that is split over ranks accepts only masks.
+    Args:
+        attention_mask: [B, S], 0 at padding. One of four dims is bool and used unchanged.
+        document_ids: [B, S], equal for tokens that may see each other.
+        width: The width of the heads. For widths that flex attention does not support, each layer would have to create
+            the mask.
+        is_whole: That of the model's sequence: one that is split over ranks accepts only masks.
+
+    Returns:
+        None if attention is only causal, the borders of blocks where they are faster, and otherwise a mask
+        [B, 1, S, S].
+
+    >>> decoder_mask(None) is None
+    True
+    >>> decoder_mask(torch.tensor([[1, 1, 0]]))[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
     """
     if attention_mask is not None and is_full(attention_mask):
         attention_mask = None
@@ -193,13 +205,25 @@ def attention(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Mixes values for a model of your own: queries [B, H, S, W], keys and values [B, K, S, W], H a multiple of K.
+    """Mixes values for a model of your own, with the fastest kernel for the case.
 
-    Uses the fastest kernel for the case, without repeating keys and values. `mask` is None, the result of
-    `decoder_mask(attention_mask, document_ids)`, or a tensor that broadcasts to [B, H, S, S]: bool (True: visible) or
-    numbers that are added to the scores. With a mask, `is_causal` is ignored. `window` limits causal attention to that
-    many keys: the query's own and those before it. `dropout` is applied as given: pass 0 outside of training. `scale`
-    multiplies the scores and defaults to 1 / √W.
+    Args:
+        queries: [B, H, S, W].
+        keys: [B, K, S, W], where H is a multiple of K; they are not repeated.
+        values: [B, K, S, W].
+        mask: None, the result of `decoder_mask(attention_mask, document_ids)`, or a tensor that broadcasts to
+            [B, H, S, S]: bool (True: visible) or numbers that are added to the scores.
+        is_causal: Whether a query sees only keys that are not later. Ignored with a mask.
+        window: Limits causal attention to that many keys: the query's own and those before it.
+        dropout: Applied to the weights as given: pass 0 outside of training.
+        scale: Multiplies the scores. Default: 1 / √W.
+
+    Returns:
+        The mixed values, [B, H, S, W].
+
+    >>> queries, keys = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    >>> attention(queries, keys, keys).shape
+    torch.Size([2, 4, 5, 8])
     """
     if isinstance(mask, Tensor) and mask.dtype != torch.bool and not mask.is_floating_point():
         kind = str(mask.dtype).removeprefix("torch.")
