@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture torture-page fuzz clean help
+.PHONY: quickstart test messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture torture-page fuzz docs docs-serve tutorials clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,17 @@ INPUTS ?= 100000
 fuzz: $(VENV)/.installed-dev ## Read INPUTS files that were changed at random; say how many were read, rejected, or did harm.
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
 
+docs: $(VENV)/.installed-docs ## Build the documentation site, build/site, with strict checks of its links.
+	$(BIN)/python tools/docs_site.py build/docs
+	$(BIN)/python -m zensical build --clean --strict
+	$(BIN)/python tools/docs_site.py --check build/site
+
+docs-serve: docs ## Build the documentation site and serve it at http://127.0.0.1:8000.
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
+
+tutorials: $(VENV)/.installed-dev ## Execute the notebooks in docs/tutorials and save their outputs.
+	$(BIN)/python tools/tutorials.py
+
 lint: $(VENV)/.installed-dev ## Check style and format.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,5 +93,9 @@ $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/integrations bitsandbytes timm torchao torchvision
 	touch $@ $(VENV)/.installed
 
-clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+$(VENV)/.installed-docs: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[docs]'
+	touch $@
+
+clean: ## Remove the environment, caches and the built site; runs/ stays.
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -1,9 +1,10 @@
 """Writes the sources of the documentation site: `python tools/docs_site.py FOLDER`; `make docs` then builds it.
 
-The pages of docs/ are written for GitHub. A site differs from it in four ways:
+The pages of docs/ are written for GitHub. The site differs from it:
 
 - The home page is README.md.
 - Links to files outside of docs/ lead to the repository, and links to notebooks lead to their pages.
+- Lists and tables follow an empty line.
 - A notebook is a page that has the outputs which are saved in it.
 - Built-in components have pages with their docstrings, one for each kind.
 
@@ -18,8 +19,11 @@ import re
 import shutil
 import sys
 import tomllib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from trainwright.registry.catalogue import Entry, read_catalogue
 
@@ -59,7 +63,8 @@ def write_sources(folder: Path) -> None:
     for source, text in pages.items():
         target = folder / page_of(source)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(rewrite_links(text, source), "utf-8")
+        linked = outside_fences(text, partial(rewrite_links, source=source))
+        target.write_text(outside_fences(linked, separate_blocks), "utf-8")
     (folder / "components").mkdir()
     for name, text in component_pages().items():
         (folder / "components" / name).write_text(text, "utf-8")
@@ -71,7 +76,7 @@ def page_of(source: str) -> str:
 
 
 def rewrite_links(markdown: str, source: str) -> str:
-    """Returns the text of the file `source` with the links of the site; those in blocks of code stay as they are."""
+    """Returns text of the file `source` with the links of the site."""
 
     def rewritten(link: re.Match[str]) -> str:
         target, anchor = link[1], link[2] or ""
@@ -82,11 +87,22 @@ def rewrite_links(markdown: str, source: str) -> str:
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"{REPOSITORY}/{kind}/main/{path}{anchor}"
 
+    return LINK.sub(rewritten, markdown)
+
+
+def separate_blocks(markdown: str) -> str:
+    """Returns the text with an empty line between a paragraph and a list or a table, which GitHub does not need."""
+    start = r"(?:[-*] |1\. |\|)"
+    return re.sub(rf"^((?!{start}|[ #>]|\d+\. ).+\n)(?={start})", r"\1\n", markdown, flags=re.MULTILINE)
+
+
+def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
+    """Returns the text with `change` applied to all but blocks of code."""
     parts, end = [], 0
     for fence in FENCE.finditer(markdown):
-        parts += [LINK.sub(rewritten, markdown[end : fence.start()]), fence[0]]
+        parts += [change(markdown[end : fence.start()]), fence[0]]
         end = fence.end()
-    return "".join([*parts, LINK.sub(rewritten, markdown[end:])])
+    return "".join([*parts, change(markdown[end:])])
 
 
 def notebook_page(notebook: dict[str, Any]) -> str:
@@ -136,7 +152,7 @@ def component_section(entry: Entry) -> str:
         rows = ["| argument | default | type |", "|---|---|---|"]
         for parameter in entry.signature.parameters:
             default = "*required*" if parameter.default is None else f"`{parameter.default}`"
-            annotation = f"`{parameter.annotation}`".replace("|", "\\|") if parameter.annotation else ""
+            annotation = f"`{parameter.annotation}`" if parameter.annotation else ""
             rows.append(f"| `{parameter.name}` | {default} | {annotation} |")
         parts.append("\n".join(rows))
     elif entry.signature.open_to:
@@ -149,6 +165,35 @@ def fenced_examples(docstring: str) -> str:
     return EXAMPLE.sub(r"```pycon\n\g<0>\n```", docstring)
 
 
+def loaded_from_elsewhere(page: str) -> list[str]:
+    """Returns the addresses on other hosts from which a page of HTML loads something when it is viewed."""
+    tags = re.findall(r"<(?:script|img|iframe|source|video|link)\b[^>]*>", page)
+    is_loaded = re.compile(r"^<(?!link)|\brel=\"?(?:stylesheet|preconnect|preload|icon|shortcut)")
+    found = [re.search(r"\b(?:src|href)=\"?((?:https?:)?//[^\s\">]+)", tag) for tag in tags if is_loaded.search(tag)]
+    return [address[1] for address in found if address]
+
+
+def missing_in(page: Path, site: Path) -> list[str]:
+    """Returns the files that a page of HTML links to or shows, and that the site does not have."""
+    targets = re.findall(r"\b(?:src|href)=\"?([^\s\"#?>]+)", page.read_text("utf-8"))
+    local = [unquote(target) for target in targets if not re.match(r"[a-z]+:|//", target)]
+    paths = {target: site / target[1:] if target.startswith("/") else page.parent / target for target in local}
+    return [target for target, path in paths.items() if not (path / "index.html" if path.is_dir() else path).exists()]
+
+
+def check(site: Path) -> None:
+    """Raises if a page shows or links to a missing file, or loads anything from another host, such as fonts."""
+    problems = []
+    for path in sorted(site.rglob("*.html")):
+        problems += [f"{path}: {target} is missing" for target in missing_in(path, site) if path.name != "404.html"]
+        problems += [f"{path} loads {address}" for address in loaded_from_elsewhere(path.read_text("utf-8"))]
+    if problems:
+        raise SystemExit("\n".join(problems))
+
+
 if __name__ == "__main__":
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
-    write_sources(Path(sys.argv[1]))
+    if sys.argv[1] == "--check":
+        check(Path(sys.argv[2]))
+    else:
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+        write_sources(Path(sys.argv[1]))
