@@ -10,7 +10,6 @@ from tools.docs_site import (
     REPOSITORY,
     loaded_from_elsewhere,
     missing_in,
-    outside_fences,
     rewrite_links,
     separate_blocks,
     write_sources,
@@ -73,7 +72,7 @@ def test_lists_and_tables_are_separated_from_paragraphs_but_code_is_not_changed(
     assert separate_blocks("Two:\n- a\n  b\n- c\n") == "Two:\n\n- a\n  b\n- c\n"
     assert separate_blocks("Rows:\n| a |\n|---|\n") == "Rows:\n\n| a |\n|---|\n"
     assert separate_blocks("1. a\n2. b\n\n- c") == "1. a\n2. b\n\n- c"
-    assert outside_fences("a\n```\nb\n- c\n```\nd\n- e", separate_blocks) == "a\n```\nb\n- c\n```\nd\n\n- e"
+    assert separate_blocks("a\n```\nb\n- c\n```\n- d") == "a\n```\nb\n- c\n```\n\n- d"
 
 
 def test_the_site_names_the_repository_of_the_package():

@@ -64,7 +64,7 @@ def write_sources(folder: Path) -> None:
         target = folder / page_of(source)
         target.parent.mkdir(parents=True, exist_ok=True)
         linked = outside_fences(text, partial(rewrite_links, source=source))
-        target.write_text(outside_fences(linked, separate_blocks), "utf-8")
+        target.write_text(separate_blocks(linked), "utf-8")
     (folder / "components").mkdir()
     for name, text in component_pages().items():
         (folder / "components" / name).write_text(text, "utf-8")
@@ -91,9 +91,10 @@ def rewrite_links(markdown: str, source: str) -> str:
 
 
 def separate_blocks(markdown: str) -> str:
-    """Returns the text with an empty line between a paragraph and a list or a table, which GitHub does not need."""
+    """Returns the text with an empty line before each list and table and after each block of code, as on GitHub."""
     start = r"(?:[-*] |1\. |\|)"
-    return re.sub(rf"^((?!{start}|[ #>]|\d+\. ).+\n)(?={start})", r"\1\n", markdown, flags=re.MULTILINE)
+    after_paragraph = re.compile(rf"^((?!{start}|[ #>]|\d+\. ).+\n)(?={start})", flags=re.MULTILINE)
+    return outside_fences(FENCE.sub(r"\g<0>\n", markdown), lambda part: after_paragraph.sub(r"\1\n", part))
 
 
 def outside_fences(markdown: str, change: Callable[[str], str]) -> str:
