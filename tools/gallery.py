@@ -75,7 +75,7 @@ def draw_vae(run: Path) -> Figure:
 
 
 def draw_dcgan(run: Path) -> Figure:
-    """Draws digits from noise, after a quarter of the run and at its end."""
+    """Draws digits from noise, in the middle of the run and at its end."""
     noise = torch.randn(10, 16, 1, 1, generator=torch.Generator().manual_seed(0))
     first, *_, last = sorted(int(each.name[5:]) for each in (run / "checkpoints").glob("step-*"))
     rows = {f"step {step}": load_checkpoint(run, step).generator(noise).add(1).div(2) for step in (first, last)}
