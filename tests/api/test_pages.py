@@ -1,4 +1,4 @@
-"""The pages on the APIs, done as a reader would: docs/customisation.md and the five that begin "Coming from".
+"""The pages on the APIs, done as a reader would: docs/customisation.md and those that begin "Coming from".
 
 How a page is read is tests/test_docs.py's; scripts run in this process, which has torch imported already.
 """
@@ -259,6 +259,7 @@ def test_more_than_thirty_changes_are_each_answered_in_under_ten_lines():
 
 
 COMMUNITIES = ("easy_torch_tpu", "model_garden", "oumi", "swissarmytransformer", "libai")
+COMMUNITIES += ("hf_trainer", "lightning", "accelerate")
 
 
 def text_of(page):
@@ -316,3 +317,23 @@ def test_the_page_for_libai_works_from_the_first_line_to_the_last(reader):
     assert losses("recorded") == losses("run")
     assert 0 <= lines("run")[-1]["some_accuracy"] <= 1
     assert RunConfig.load("runs/run/config.yaml").trainer.optimizer.type == "trainwright.optim.adamw:AdamW"
+
+
+def test_the_page_for_hf_trainer_works_and_both_sides_train_alike(reader):
+    transformers = pytest.importorskip("transformers")
+    reader.read_well(blocks_of(text_of("hf_trainer")))
+    history = json.loads(Path("theirs-1/checkpoint-27/trainer_state.json").read_text())["log_history"]
+    assert losses("run") == pytest.approx([line["loss"] for line in history if "loss" in line], rel=1e-6)
+    evaluated = [(line["eval_loss"], line["eval_accuracy"]) for line in history if "eval_loss" in line]
+    ours = [(line["valid/loss"], line["valid/accuracy"]) for line in lines("run") if "valid/loss" in line]
+    assert ours == [pytest.approx(each, rel=1e-6) for each in evaluated]
+    best = transformers.AutoModelForSequenceClassification.from_pretrained("theirs-1/best").state_dict()
+    weights = load_checkpoint("runs/run", step="best").state_dict()
+    torch.testing.assert_close(weights, best, rtol=1e-5, atol=1e-6)
+    assert losses("accumulated") == pytest.approx(losses("run"), rel=1e-4)
+    if transformers.__version__.startswith("5.23."):  # of which the page says it
+        history = json.loads(Path("theirs-2/checkpoint-27/trainer_state.json").read_text())["log_history"]
+        assert history[0]["loss"] == pytest.approx(2 * losses("run")[0], rel=1e-5)
+    halves, whole = (load_checkpoint(f"runs/{name}").state_dict() for name in ("halves", "whole"))
+    assert all(torch.equal(halves[name], value) for name, value in whole.items())
+    assert lines("weighted")[-1]["step"] < 27
