@@ -3,6 +3,7 @@
 How a page is read is tests/test_docs.py's; scripts run in this process, which has torch imported already.
 """
 
+import csv
 import json
 import re
 import runpy
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.forked_program import run_script
 from tests.test_docs import (
     DOCS,
     ForkingReader,
@@ -66,6 +68,15 @@ class QuickReader(ForkingReader):
                 self.exit_code = 0
                 self.type(line)
                 assert (self.exit_code != 0) == line.endswith("# rejected"), f"{line}\n{self.shown}"
+
+
+class ApartReader(QuickReader):
+    """A reader whose scripts run in children: Lightning changes the logging of its process."""
+
+    def run_script(self, arguments):
+        done = run_script(*arguments)
+        self.exit_code = done.returncode
+        return done.stdout + done.stderr
 
 
 @pytest.fixture
@@ -283,10 +294,15 @@ def test_the_page_for_easy_torch_tpu_works_from_the_first_line_to_the_last(reade
     assert losses("halves") == losses("whole")
 
 
+def is_equal(run, other):
+    """True if both runs have the same weights, bit for bit."""
+    first, second = (load_checkpoint(f"runs/{name}").state_dict() for name in (run, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], value) for name, value in second.items())
+
+
 def test_the_page_for_oumi_works_from_the_first_line_to_the_last(reader):
     reader.read_well(blocks_of(text_of("oumi")))
-    halves, whole = (load_checkpoint(f"runs/{name}").state_dict() for name in ("halves", "whole"))
-    assert all(torch.equal(halves[name], value) for name, value in whole.items())
+    assert is_equal("halves", "whole")
     assert "valid/accuracy" in lines("streamed")[-1]
 
 
@@ -334,6 +350,35 @@ def test_the_page_for_hf_trainer_works_and_both_sides_train_alike(reader):
     if transformers.__version__.startswith("5.23."):  # of which the page says it
         history = json.loads(Path("theirs-2/checkpoint-27/trainer_state.json").read_text())["log_history"]
         assert history[0]["loss"] == pytest.approx(2 * losses("run")[0], rel=1e-5)
-    halves, whole = (load_checkpoint(f"runs/{name}").state_dict() for name in ("halves", "whole"))
-    assert all(torch.equal(halves[name], value) for name, value in whole.items())
+    assert is_equal("halves", "whole")
     assert lines("weighted")[-1]["step"] < 27
+
+
+def test_the_page_for_lightning_works_and_both_sides_train_alike(in_tmp, monkeypatch, capfd):
+    ApartReader(monkeypatch, capfd).read_well(blocks_of(text_of("lightning")))
+    with Path("theirs/lightning_logs/version_0/metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    theirs = [(float(row["val_loss"]), float(row["val_accuracy"])) for row in rows if row["val_loss"]]
+    ours = [(line["valid/loss"], line["valid/accuracy"]) for line in lines("run") if "valid/loss" in line]
+    assert ours == [pytest.approx(each, rel=1e-5) for each in theirs]
+    assert rates("run") == pytest.approx([float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]][::2], rel=1e-6)
+    theirs = torch.load("theirs/best.ckpt", weights_only=True)["state_dict"]
+    weights = load_checkpoint("runs/run", step="best").state_dict()
+    torch.testing.assert_close(weights, {name.removeprefix("net."): each for name, each in theirs.items()})
+    assert [line["loss"] for line in lines("unsplit")] == pytest.approx(losses("run"), rel=1e-5)
+    assert is_equal("halves", "whole")
+    assert losses("manual")[0] == losses("run")[0] != losses("manual")[-1]
+
+
+def test_the_page_for_accelerate_works_and_both_sides_train_alike(in_tmp, monkeypatch, capfd):
+    ApartReader(monkeypatch, capfd).read_well(blocks_of(text_of("accelerate")))
+    theirs = json.loads(Path("theirs.json").read_text())
+    of_updates = [sum(pair) / 2 for pair in zip(theirs["losses"][::2], theirs["losses"][1::2], strict=True)]
+    assert losses("ours") == pytest.approx(of_updates, rel=1e-5)
+    assert [line["valid/accuracy"] for line in lines("ours") if "valid/accuracy" in line] == theirs["accuracies"]
+    weights = load_checkpoint("runs/ours", model=runpy.run_path("parts.py")["Net"](16)).state_dict()
+    torch.testing.assert_close(weights, torch.load("theirs.pt", weights_only=True))
+    assert losses("two") == pytest.approx(losses("run"), rel=1e-5)
+    assert losses("halves") == pytest.approx(losses("run"), rel=1e-5)
+    assert {"norm_squared"} <= lines("penalized")[0].keys()
+    assert not Path("runs/left/checkpoints").exists()
