@@ -23,9 +23,10 @@ from tests.test_docs import (
     without_root_handlers,
 )
 
-from trainwright import RunConfig, build_trainer, load_checkpoint
+from trainwright import RunConfig, Trainer, build_trainer, load_checkpoint
 from trainwright.api import experiments
 from trainwright.checkpoint.store import CheckpointStore
+from trainwright.config.builtin import BUILT_INS
 from trainwright.errors import TrainwrightError
 
 
@@ -273,6 +274,9 @@ COMMUNITIES = ("easy_torch_tpu", "model_garden", "oumi", "swissarmytransformer",
 COMMUNITIES += ("hf_trainer", "lightning", "accelerate")
 
 
+PEFT_TYPES = ("lora",)
+
+
 def text_of(page):
     return (DOCS / f"coming_from_{page}.md").read_text("utf-8")
 
@@ -285,6 +289,23 @@ def test_every_community_has_a_page_with_the_same_parts():
         rows = [line for line in text_of(name).splitlines() if line.startswith("| ")]
         assert rows[0] == "| there | here |"
         assert all(row.count(" | ") == 1 for row in rows)
+
+
+SECTIONS = ("data", "trainer", "evaluation", "checkpoint", "log", "runtime", "anomalies", "preemption", "watchdog")
+
+
+@pytest.mark.parametrize("name", COMMUNITIES)
+def test_the_settings_and_components_that_a_table_names_exist(name):
+    rows = [line.split(" | ")[-1] for line in text_of(name).splitlines() if line.startswith("| ")]
+    quoted = " ".join(quote for row in rows for quote in re.findall(r"`([^`]*)`", row))
+    for section, key in re.findall(rf"(?<![\w.])({'|'.join(SECTIONS)})\.([a-z_0-9]+)", quoted):
+        known = RunConfig.model_fields[section].annotation.model_fields
+        is_attribute = section == "trainer" and (
+            hasattr(Trainer, key) or key in ("model", "ranks", "device", "storage")
+        )
+        assert key in known or is_attribute or f"{section}.{key}" == "log.txt", f"{section}.{key}"
+    for found in re.findall(r"\{type: ([a-z_]+)[,}]", quoted):
+        assert any(found in names for names in (*BUILT_INS.values(), PEFT_TYPES)), found
 
 
 def test_the_page_for_easy_torch_tpu_works_from_the_first_line_to_the_last(reader):

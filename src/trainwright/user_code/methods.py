@@ -116,10 +116,12 @@ HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("on_validation_start", "on_validation_epoch_start", "on_eval_begin"), "before_eval"),
     **dict.fromkeys(("on_evaluate", "on_validation_end", "on_validation_epoch_end", "on_eval_end"), "after_eval"),
     **dict.fromkeys(("on_save", "on_save_checkpoint", "after_save_checkpoint"), "after_save"),
-    **dict.fromkeys(("on_exception", "on_error", "teardown"), "close"),
-    "setup": "before_train",
+    **dict.fromkeys(("on_exception", "on_error"), "close"),
 }
 """Events of hooks in other frameworks, and the names that they have here."""
+
+_STAGED_EVENTS = {"setup": "before_train", "teardown": "close"}
+"""Events that a hook of Lightning has with a parameter `stage`; anybody may use their names."""
 
 GENERAL_NAMES: Mapping[str, tuple[str, str]] = {
     "setup": ("stage", "Build the parts in the build_* methods, or override post_init(self)"),
@@ -269,11 +271,12 @@ def reject_uncalled(hook: object, contract: type, events: Collection[str], *, ov
     """
     for _, name, method in _user_methods(type(hook), contract):
         is_event_like = name.startswith(("on_", "before_", "after_"))
-        if name in ("setup", "teardown"):  # of other frameworks, if they have this parameter
-            is_event_like = "stage" in (parameters_of(method) or {})
+        ours = HOOK_METHODS_ELSEWHERE.get(name)
+        if name in _STAGED_EVENTS and "stage" in (parameters_of(method) or {}):
+            is_event_like, ours = True, _STAGED_EVENTS[name]
         if name in events or not is_event_like or _is_called(type(hook), name):
             continue
-        owner, ours, where = type(hook).__name__, HOOK_METHODS_ELSEWHERE.get(name), location_of(method)
+        owner, where = type(hook).__name__, location_of(method)
         if ours is not None and ours not in overrides:
             raise ConfigError(f"{owner}.{name} is never called. Call it {ours}.", where=where)
         if ours is None and "epoch" in name:
