@@ -13,7 +13,7 @@ from tests.messages import mentions
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from trainwright import build_trainer, get_args, train, training_main
+from trainwright import Hook, build_trainer, get_args, train, training_main
 from trainwright.api.arguments import with_defaults
 from trainwright.errors import TrainwrightError
 
@@ -355,6 +355,24 @@ def test_steps_of_a_module_that_are_not_called_are_named(caplog):
         train(Lightning(), Points(24), forward=lambda model, batch: model.training_step(batch, 0), **words)
     (record,) = [each for each in caplog.records if "Lightning" in each.getMessage()]
     assert "configure_optimizers, validation_step" in record.getMessage()
+
+
+def test_an_optimizer_without_a_learning_rate_is_rejected():
+    class Relative(torch.optim.SGD):
+        def __init__(self, params, lr=None):
+            super().__init__(params, lr=1.0)
+            self.param_groups[0]["lr"] = lr
+
+    assert mentions(rejection(train_with, loss_of, optimizer=Relative, lr=None), "Relative", "lr")
+
+
+def test_assigning_should_stop_to_a_trainer_is_rejected():
+    class Stops(Hook):
+        def after_step(self):
+            self.trainer.should_stop = True
+
+    with pytest.raises(AttributeError, match=r"stop\(reason\)"):
+        train_with(loss_of, hooks=[Stops()])
 
 
 def test_a_config_of_another_type_is_rejected():

@@ -383,6 +383,8 @@ def test_the_page_for_lightning_works_and_both_sides_train_alike(in_tmp, monkeyp
     ours = [(line["valid/loss"], line["valid/accuracy"]) for line in lines("run") if "valid/loss" in line]
     assert ours == [pytest.approx(each, rel=1e-5) for each in theirs]
     assert rates("run") == pytest.approx([float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]][::2], rel=1e-6)
+    trained = next(float(row["train_loss"]) for row in rows if row["train_loss"])
+    assert trained != pytest.approx(losses("run")[0], rel=1e-2)  # that of the last micro-batch
     theirs = torch.load("theirs/best.ckpt", weights_only=True)["state_dict"]
     weights = load_checkpoint("runs/run", step="best").state_dict()
     torch.testing.assert_close(weights, {name.removeprefix("net."): each for name, each in theirs.items()})

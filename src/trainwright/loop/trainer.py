@@ -380,6 +380,12 @@ class Trainer:
                 explain_attribute(self, name)
             return object.__getattribute__(self, name)  # raises what Python would raise
 
+    def _reject_should_stop(self, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__}.should_stop has no effect. Call stop(reason), which ends the run.")
+
+    should_stop = property(None, _reject_should_stop)
+    """Lightning's way to stop: without this, assigning it would have no effect."""
+
     # Construction: `build` offers the defaults; return something else to change them.
 
     @classmethod

@@ -171,6 +171,11 @@ class ScheduledOptimizer:
     def read_groups(self, base_rates: Sequence[float] = ()) -> None:
         """Reads the base rates of groups that were added; `base_rates` are those of a checkpoint."""
         groups = self.optimizer.param_groups
+        if any(group["lr"] is None for group in groups):
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} has no learning rate (lr is None). Set lr; Adafactor of transformers "
+                "also needs relative_step: false and scale_parameter: false."
+            )
         known = [*self.base_rates, *base_rates[len(self.base_rates) :]][: len(groups)]
         self.base_rates = [*known, *(float(group["lr"]) for group in groups[len(known) :])]
         self._factor = None

@@ -137,6 +137,10 @@ ATTRIBUTES_ELSEWHERE: Mapping[str, str] = {
         ("log", "log_dict"), "Return metrics from forward, as (loss, {name: value}), or call self.storage.put_scalar"
     ),
     "current_epoch": "Use self.epoch",
+    "should_stop": "Call stop(reason) to stop; stop_reason tells why a run ends",
+    **dict.fromkeys(
+        ("callback_metrics", "logged_metrics"), "Use storage.latest(), or the logs of after_eval(self, logs)"
+    ),
     "hparams": "Use self.config, such as self.config.trainer.NAME for an option of the trainer section",
     "args": "Use self.config, such as self.config.trainer.NAME for an option of the trainer section",
     "manual_backward": "Call update.backward(loss), with update = self.begin_update()",
@@ -175,7 +179,7 @@ def reject_wrong_methods(trainer_class: type, contract: type) -> None:
                 where=where,
             )
         ours, instead = TRAINER_METHODS_ELSEWHERE.get(name), _alternative(name, method)
-        is_used = (ours or instead) and _is_called(trainer_class, name)
+        is_used = (ours or instead) and _is_called(trainer_class, name, contract)
         if hasattr(contract, name) or is_used:
             continue
         if ours is not None and _function(trainer_class, ours) is _function(contract, ours):
@@ -206,7 +210,7 @@ def reject_task_methods(task_class: type, contract: type) -> None:
     `contract` is Task itself.
     """
     for owner, name, method in _user_methods(task_class, contract):
-        if name in TASK_METHODS_ELSEWHERE and not _is_called(task_class, name):
+        if name in TASK_METHODS_ELSEWHERE and not _is_called(task_class, name, contract):
             problem = f"{owner.__name__}.{name} is never called. {TASK_METHODS_ELSEWHERE[name]}."
             raise ConfigError(problem, where=location_of(method))
 
@@ -274,7 +278,7 @@ def reject_uncalled(hook: object, contract: type, events: Collection[str], *, ov
         ours = HOOK_METHODS_ELSEWHERE.get(name)
         if name in _STAGED_EVENTS and "stage" in (parameters_of(method) or {}):
             is_event_like, ours = True, _STAGED_EVENTS[name]
-        if name in events or not is_event_like or _is_called(type(hook), name):
+        if name in events or not is_event_like or _is_called(type(hook), name, contract):
             continue
         owner, where = type(hook).__name__, location_of(method)
         if ours is not None and ours not in overrides:
@@ -315,10 +319,14 @@ def _user_methods(kind: type, contract: type) -> Iterator[tuple[type, str, Any]]
                 yield owner, name, value
 
 
-def _is_called(kind: type, name: str) -> bool:
-    """Returns True if any method of a class uses this name."""
+def _is_called(kind: type, name: str, contract: type) -> bool:
+    """Returns True if any method of a class, without those of its contract, uses this name."""
     return any(
-        name in names_used(each) for owner in kind.__mro__ for each in vars(owner).values() if inspect.isroutine(each)
+        name in names_used(each)
+        for owner in kind.__mro__
+        if owner is not contract
+        for each in vars(owner).values()
+        if inspect.isroutine(each)
     )
 
 
