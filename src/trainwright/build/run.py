@@ -62,7 +62,8 @@ from trainwright.parallel.processes import facts_of
 from trainwright.progress import progress
 from trainwright.registry import resolve as registry
 from trainwright.registry.trust import MODEL_SECTIONS, reject_untrusted
-from trainwright.user_code.locations import is_user_code
+from trainwright.user_code.locations import caller, is_user_code
+from trainwright.user_code.methods import check_model_methods
 from trainwright.writers.json_lines import cut_back
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,12 @@ def build_trainer(
     differ; without `evaluates` the evaluation sets are not used. `trainer_class` is used instead of the config's;
     config.yaml does not change, environment.json names the class.
     """
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"build_trainer: the config is a {type(config).__name__}. Pass RunConfig.load(FILE), or "
+            "RunConfig.from_dict(settings).",
+            where=caller(),
+        )
     with run_log() as open_logs:
         trainer = _build_trainer(config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates)
         if not trainer.is_finished:  # a finished run changes nothing, including its log
@@ -419,6 +426,10 @@ def assemble(
     options, parts = build.options(), dict(trainer_class.build_parts(build))
     parallelized, frozen = _build_models(trainer_class, task, build, backend, ranks, for_training=for_training)
     build.fp8_layers = parallelized.fp8
+    if for_training:
+        inherits = [getattr(trainer_class, name) is getattr(Trainer, name) for name in ("forward", "train_step")]
+        calls_model = all(inherits) and type(task).forward is Task.forward
+        check_model_methods(parallelized.model, calls_model=calls_model)
     config = build.config
     makes_batches = may_make_batches(trainer_class, config)
     batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training, makes_batches=makes_batches)
