@@ -1,8 +1,9 @@
-"""The pages on the APIs, done as a reader would: docs/customisation.md and the five that begin "Coming from".
+"""The pages on the APIs, done as a reader would: docs/customisation.md and those that begin "Coming from".
 
 How a page is read is tests/test_docs.py's; scripts run in this process, which has torch imported already.
 """
 
+import importlib.util
 import json
 import re
 import runpy
@@ -258,7 +259,7 @@ def test_more_than_thirty_changes_are_each_answered_in_under_ten_lines():
 # Coming from …
 
 
-COMMUNITIES = ("easy_torch_tpu", "model_garden", "oumi", "swissarmytransformer", "libai")
+COMMUNITIES = ("easy_torch_tpu", "model_garden", "oumi", "swissarmytransformer", "libai", "torchtitan", "trl")
 
 
 def text_of(page):
@@ -316,3 +317,15 @@ def test_the_page_for_libai_works_from_the_first_line_to_the_last(reader):
     assert losses("recorded") == losses("run")
     assert 0 <= lines("run")[-1]["some_accuracy"] <= 1
     assert RunConfig.load("runs/run/config.yaml").trainer.optimizer.type == "trainwright.optim.adamw:AdamW"
+
+
+def test_the_page_for_trl_works_from_the_first_line_to_the_last(reader):
+    """With TRL on the path (tests/test_integrations.py) its program is run too, and its losses are compared."""
+    pytest.importorskip("transformers")
+    blocks = blocks_of(text_of("trl"))
+    if importlib.util.find_spec("trl") is None:
+        blocks = [block for block in blocks if "python there_sft.py" not in block[1] and "difference" not in block[1]]
+    reader.read_well(blocks)
+    assert losses("smaller") == pytest.approx(losses("sft"), rel=1e-5)
+    assert losses("wide") == pytest.approx(losses("sft"), rel=1e-5)
+    assert losses("longer") == losses("sft")
