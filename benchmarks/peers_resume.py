@@ -363,7 +363,13 @@ def damaged(train, newest, root, whole):
         shutil.copytree(root / "killed", copy, symlinks=True)
         invert_byte(copy / path.relative_to(root / "killed"))
         name = path.name if checkpoint.is_file() else path.relative_to(checkpoint).as_posix()
-        found[name] = outcome_of(copy, run(train, copy / "run", "shuffled"), whole)
+        outcome = outcome_of(copy, run(train, copy / "run", "shuffled"), whole)
+        intact = root / "resumed" / "weights.pt"
+        found[name] = {
+            **outcome,
+            "as_intact": outcome["finished"] and same_weights(copy / "weights.pt", intact),
+            "fell_back": outcome["resumed_from"] != int((root / "resumed" / "first_step").read_text()) - 1,
+        }
     return found
 
 
@@ -399,6 +405,15 @@ def words_of(outcome):
     return f"{found} (resumed at step {outcome['resumed_from']})"
 
 
+def words_of_damaged(outcome):
+    """The outcome of a resume from a damaged checkpoint in a few words."""
+    if not outcome["finished"]:
+        return f"raises `{outcome['error']}`"
+    weights = "the same final weights" if outcome["as_intact"] else "other final weights"
+    how = "falls back to step" if outcome["fell_back"] else "no error: resumes at step"
+    return f"{how} {outcome['resumed_from']}, {weights}"
+
+
 INTRODUCTION = """
 Each contender trains a classifier with dropout on shuffled data for 64 steps, two epochs, and saves every 5 steps as its
 documentation describes. SIGKILL after step 48, in the middle of the second epoch. Then the same program starts again, with the
@@ -412,8 +427,8 @@ it resumes from an earlier step than the others. Set `checkpoint.asynchronous: f
 
 DAMAGE = """
 ## One inverted byte in the newest checkpoint
-The byte in the middle of a file is inverted before the resume of the run `shuffled`, one file at a time. "Resumed at step 45"
-means that the damaged checkpoint was loaded without an error.
+The byte in the middle of a file is inverted before the resume of the run `shuffled`, one file at a time. The final weights are
+compared with those of the resume from the intact checkpoint.
 """
 
 
@@ -428,7 +443,7 @@ def report(content):
     lines += [DAMAGE, "| | file | the resume |", "|---|---|---|"]
     for name, results in content["results"].items():
         for file, outcome in results.get("damaged", {}).items():
-            lines.append(f"| {name} | `{file}` | {words_of(outcome)} |")
+            lines.append(f"| {name} | `{file}` | {words_of_damaged(outcome)} |")
     for name, results in content["results"].items():
         if "failed" in results:
             lines += ["", f"{name} did not run: `{results['failed']}`"]
@@ -447,7 +462,13 @@ def preload():
     """Imports what the children need, once."""
     import trainwright.api.functions  # noqa: F401
 
-    for name in ("transformers", "accelerate", "lightning.pytorch", "pytorch_lightning", "torchdata.stateful_dataloader"):
+    for name in (
+        "transformers",
+        "accelerate",
+        "lightning.pytorch",
+        "pytorch_lightning",
+        "torchdata.stateful_dataloader",
+    ):
         with contextlib.suppress(ImportError):
             __import__(name)
     with contextlib.suppress(ImportError):

@@ -319,6 +319,13 @@ def test_the_page_for_libai_works_from_the_first_line_to_the_last(reader):
     assert RunConfig.load("runs/run/config.yaml").trainer.optimizer.type == "trainwright.optim.adamw:AdamW"
 
 
+def test_the_page_for_torchtitan_works_from_the_first_line_to_the_last(reader):
+    reader.read_well(blocks_of(text_of("torchtitan")))
+    assert losses("tensor") == pytest.approx(losses("run"), rel=1e-5)
+    assert losses("halves")[:10] == losses("whole")
+    assert losses("own") == pytest.approx(losses("own-alone"), rel=1e-5)
+
+
 def test_the_page_for_trl_works_from_the_first_line_to_the_last(reader):
     """With TRL on the path (tests/test_integrations.py) its program is run too, and its losses are compared."""
     pytest.importorskip("transformers")
