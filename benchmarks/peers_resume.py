@@ -2,11 +2,11 @@
 
     python benchmarks/peers_resume.py [--only NAME …] [--output benchmarks/results]
 
-Every contender trains the same small classifier with dropout on shuffled data, for two epochs of 32 steps with a checkpoint
-every 5 steps, and resumes with the call that its documentation gives. The process is killed after step 48, in the second
-epoch; the newest checkpoint is that of step 45. An undisturbed run of the same contender gives the weights to compare with.
-Without and with two loader processes (`workers`), and with a dataset that adds random noise to each sample (`noise`). Then
-one byte in the middle of a file of the newest checkpoint is inverted, for each of its files.
+Every contender trains the same small classifier with dropout on shuffled data, for two epochs of 32 steps with a
+checkpoint every 5 steps, and resumes with the call that its documentation gives. The process is killed after step 48,
+in the second epoch. An undisturbed run of the same contender gives the weights to compare with. This is done without
+and with two loader processes (`workers`), and with a dataset that adds random noise to each sample (`noise`). Then one
+byte in the middle of a file of the newest checkpoint is inverted, for each of its files.
 
 Each run is a forked process of its own. Contenders that are not installed are reported as such.
 """
@@ -415,20 +415,20 @@ def words_of_damaged(outcome):
 
 
 INTRODUCTION = """
-Each contender trains a classifier with dropout on shuffled data for 64 steps, two epochs, and saves every 5 steps as its
-documentation describes. SIGKILL after step 48, in the middle of the second epoch. Then the same program starts again, with the
-documented call to resume. The final weights are compared, bit for bit, with those of an undisturbed run of the same contender.
-With `workers`, two loader processes read the data; with `noise`, the dataset adds random noise to each sample. "Same batches"
-means the same samples in the same order.
+Each contender trains a classifier with dropout on shuffled data for 64 steps, two epochs, and saves every 5 steps as
+its documentation describes. SIGKILL after step 48, in the middle of the second epoch. Then the same program starts
+again, with the documented call to resume. The final weights are compared, bit for bit, with those of an undisturbed run
+of the same contender. With `workers`, two loader processes read the data; with `noise`, the dataset adds random noise
+to each sample. "Same batches" means the same samples in the same order.
 
-trainwright writes checkpoints in the background, and one that is not complete when the process is killed does not count, so
-it resumes from an earlier step than the others. Set `checkpoint.asynchronous: false` to wait for each.
+trainwright writes checkpoints in the background. One that is not complete when the process is killed does not count, so
+it may resume from an earlier step than the others. Set `checkpoint.asynchronous: false` to wait for each.
 """
 
 DAMAGE = """
 ## One inverted byte in the newest checkpoint
-The byte in the middle of a file is inverted before the resume of the run `shuffled`, one file at a time. The final weights are
-compared with those of the resume from the intact checkpoint.
+The byte in the middle of a file is inverted before the resume of the run `shuffled`, one file at a time. The final
+weights are compared with those of the resume from the intact checkpoint.
 """
 
 

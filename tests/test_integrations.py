@@ -1,7 +1,7 @@
 """Tests with packages that are not in the environment, because they would change how transformers is imported.
 
-`make` installs torchvision, timm, torchao and bitsandbytes in a folder of their own, and TRL in another one, because it does not
-import next to that torchvision. A folder is on the path of a process that is started here.
+`make` installs torchvision, timm, torchao and bitsandbytes in a folder of their own, and TRL in another one, because it
+does not import next to that torchvision. A folder is on the path of a process that is started here.
 """
 
 import os
