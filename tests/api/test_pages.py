@@ -3,13 +3,13 @@
 How a page is read is tests/test_docs.py's; scripts run in this process, which has torch imported already.
 """
 
-import importlib.util
 import json
 import re
 import runpy
 import shlex
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -290,6 +290,25 @@ def test_the_page_for_oumi_works_from_the_first_line_to_the_last(reader):
     assert "valid/accuracy" in lines("streamed")[-1]
 
 
+def test_the_page_for_torchtitan_works_from_the_first_line_to_the_last(reader):
+    reader.read_well(blocks_of(text_of("torchtitan")))
+    assert losses("tensor") == pytest.approx(losses("run"), rel=1e-5)
+    assert losses("halves")[:10] == losses("whole")
+    assert losses("own") == pytest.approx(losses("own-alone"), rel=1e-5)
+
+
+def test_the_page_for_trl_works_from_the_first_line_to_the_last(reader):
+    """With TRL on the path (tests/test_integrations.py) its program is run too, and its losses are compared."""
+    pytest.importorskip("transformers")
+    blocks = blocks_of(text_of("trl"))
+    if find_spec("trl") is None:
+        blocks = [block for block in blocks if "python there_sft.py" not in block[1] and "difference" not in block[1]]
+    reader.read_well(blocks)
+    assert losses("smaller") == pytest.approx(losses("sft"), rel=1e-5)
+    assert losses("wide") == pytest.approx(losses("sft"), rel=1e-5)
+    assert losses("longer") == losses("sft")
+
+
 def test_the_page_for_model_garden_works_from_the_first_line_to_the_last(reader, monkeypatch):
     monkeypatch.setattr(experiments, "_registered", {})
     reader.read_well(blocks_of(text_of("model_garden")))
@@ -317,22 +336,3 @@ def test_the_page_for_libai_works_from_the_first_line_to_the_last(reader):
     assert losses("recorded") == losses("run")
     assert 0 <= lines("run")[-1]["some_accuracy"] <= 1
     assert RunConfig.load("runs/run/config.yaml").trainer.optimizer.type == "trainwright.optim.adamw:AdamW"
-
-
-def test_the_page_for_torchtitan_works_from_the_first_line_to_the_last(reader):
-    reader.read_well(blocks_of(text_of("torchtitan")))
-    assert losses("tensor") == pytest.approx(losses("run"), rel=1e-5)
-    assert losses("halves")[:10] == losses("whole")
-    assert losses("own") == pytest.approx(losses("own-alone"), rel=1e-5)
-
-
-def test_the_page_for_trl_works_from_the_first_line_to_the_last(reader):
-    """With TRL on the path (tests/test_integrations.py) its program is run too, and its losses are compared."""
-    pytest.importorskip("transformers")
-    blocks = blocks_of(text_of("trl"))
-    if importlib.util.find_spec("trl") is None:
-        blocks = [block for block in blocks if "python there_sft.py" not in block[1] and "difference" not in block[1]]
-    reader.read_well(blocks)
-    assert losses("smaller") == pytest.approx(losses("sft"), rel=1e-5)
-    assert losses("wide") == pytest.approx(losses("sft"), rel=1e-5)
-    assert losses("longer") == losses("sft")
