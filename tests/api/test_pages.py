@@ -10,6 +10,7 @@ import runpy
 import shlex
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -271,8 +272,7 @@ def test_more_than_thirty_changes_are_each_answered_in_under_ten_lines():
 
 
 COMMUNITIES = ("easy_torch_tpu", "model_garden", "oumi", "swissarmytransformer", "libai")
-COMMUNITIES += ("hf_trainer", "lightning", "accelerate")
-
+COMMUNITIES += ("hf_trainer", "lightning", "accelerate", "torchtitan", "trl")
 
 PEFT_TYPES = ("lora",)
 
@@ -325,6 +325,25 @@ def test_the_page_for_oumi_works_from_the_first_line_to_the_last(reader):
     reader.read_well(blocks_of(text_of("oumi")))
     assert is_equal("halves", "whole")
     assert "valid/accuracy" in lines("streamed")[-1]
+
+
+def test_the_page_for_torchtitan_works_from_the_first_line_to_the_last(reader):
+    reader.read_well(blocks_of(text_of("torchtitan")))
+    assert losses("tensor") == pytest.approx(losses("run"), rel=1e-5)
+    assert losses("halves")[:10] == losses("whole")
+    assert losses("own") == pytest.approx(losses("own-alone"), rel=1e-5)
+
+
+def test_the_page_for_trl_works_from_the_first_line_to_the_last(reader):
+    """With TRL on the path (tests/test_integrations.py) its program is run too, and its losses are compared."""
+    pytest.importorskip("transformers")
+    blocks = blocks_of(text_of("trl"))
+    if find_spec("trl") is None:
+        blocks = [block for block in blocks if "python there_sft.py" not in block[1] and "difference" not in block[1]]
+    reader.read_well(blocks)
+    assert losses("smaller") == pytest.approx(losses("sft"), rel=1e-5)
+    assert losses("wide") == pytest.approx(losses("sft"), rel=1e-5)
+    assert losses("longer") == losses("sft")
 
 
 def test_the_page_for_model_garden_works_from_the_first_line_to_the_last(reader, monkeypatch):
