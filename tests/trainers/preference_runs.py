@@ -1,6 +1,7 @@
 """Runs on the rows and the model of tests/references, which several test files use."""
 
 import json
+from copy import deepcopy
 
 import yaml
 from tests.references import preference_cases as cases
@@ -41,7 +42,7 @@ def settings(folder, *, loss_type="sigmoid", model="transformers:LlamaForCausalL
         "log": {"every_steps": 1},
         "model": {"type": model, "pretrained": "base"},
         "data": {
-            "train": ROWS,
+            "train": dict(ROWS),
             "collator": {"type": "preferences", "tokenizer": "base"},
             "shuffle": False,
         },
@@ -67,9 +68,8 @@ def settings_of(folder, trainer, model, data, **options):
     content = settings(folder, **options)
     if "type" in trainer:
         del content["trainer"]["loss_type"]
-    content["trainer"] |= trainer
-    content["model"] |= model
-    content["data"] |= data
+    for name, section in (("trainer", trainer), ("model", model), ("data", data)):
+        content[name] |= deepcopy(section)
     return content
 
 
