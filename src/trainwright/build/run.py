@@ -424,6 +424,9 @@ def assemble(
     task = trainer_class.build_task(build)
     build.take_task(task)
     options, parts = build.options(), dict(trainer_class.build_parts(build))
+    makes_batches = may_make_batches(trainer_class, config)
+    # Before the model, which may take minutes to read.
+    batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training, makes_batches=makes_batches)
     parallelized, frozen = _build_models(trainer_class, task, build, backend, ranks, for_training=for_training)
     build.fp8_layers = parallelized.fp8
     if for_training:
@@ -431,8 +434,6 @@ def assemble(
         calls_model = all(inherits) and type(task).forward is Task.forward
         check_model_methods(parallelized.model, calls_model=calls_model)
     config = build.config
-    makes_batches = may_make_batches(trainer_class, config)
-    batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training, makes_batches=makes_batches)
     collator = build.name_fields(trainer_class.build_collator(build), trainer_class, parallelized.model)
     dataset = trainer_class.build_train_data(build) if for_training else None
     if makes_batches and dataset is not None:
