@@ -422,22 +422,23 @@ def assemble(
     config = build.config
     makes_batches = may_make_batches(trainer_class, config)
     batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training, makes_batches=makes_batches)
-    collator = build.name_fields(trainer_class.build_collator(build), trainer_class, parallelized.model)
-    dataset = trainer_class.build_train_data(build) if for_training else None
-    if makes_batches and dataset is not None:
-        makes_batches, batch = False, resolve_batch(config, ranks.mesh.num_data_ranks)
-    loaders = Loaders(config, batch, collator, ranks, folder)
-    train_data, max_steps = None, 0
-    if for_training:
-        sampler = None if makes_batches else trainer_class.build_sampler(build, dataset)
-        train_data, max_steps = loaders.for_training(dataset, sampler, makes_batches=makes_batches)
-        config = build.config = _resolved(config, batch, max_steps)
-    eval_sets = trainer_class.build_eval_data(build)
-    eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
-    test = build.test_data()
-    if not evaluates:
-        eval_data, test = {}, None
-    benchmarks = build.benchmarks(parallelized.model) if evaluates else []
+    with progress("Building the data"):
+        collator = build.name_fields(trainer_class.build_collator(build), trainer_class, parallelized.model)
+        dataset = trainer_class.build_train_data(build) if for_training else None
+        if makes_batches and dataset is not None:
+            makes_batches, batch = False, resolve_batch(config, ranks.mesh.num_data_ranks)
+        loaders = Loaders(config, batch, collator, ranks, folder)
+        train_data, max_steps = None, 0
+        if for_training:
+            sampler = None if makes_batches else trainer_class.build_sampler(build, dataset)
+            train_data, max_steps = loaders.for_training(dataset, sampler, makes_batches=makes_batches)
+            config = build.config = _resolved(config, batch, max_steps)
+        eval_sets = trainer_class.build_eval_data(build)
+        eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
+        test = build.test_data()
+        if not evaluates:
+            eval_data, test = {}, None
+        benchmarks = build.benchmarks(parallelized.model) if evaluates else []
     optimizers = _by_name(trainer_class.build_optimizers(build, parallelized.model), ranks.mesh) if for_training else {}
     heartbeat, capture = Heartbeat(), Capture()
     updater = _updater(config, parallelized, optimizers, build, batch, max_steps, heartbeat, capture)
