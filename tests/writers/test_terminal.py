@@ -291,7 +291,9 @@ def test_each_kind_of_long_work_of_a_run_has_a_bar(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for steps in (2, 3):
         build_trainer(RunConfig.load(path, [f"trainer.max_steps={steps}"])).train()
-    expected = "Building the model, Building the data, Tokenizing to pack, Packing documents into rows, "
+    expected = (
+        "Building the model, Building the data, Building the trainer, Tokenizing to pack, Packing documents into rows, "
+    )
     expected += "Compiling and starting, Evaluating valid, Saving a checkpoint, Verifying a checkpoint, "
     expected += "Loading the checkpoint"
     assert set(expected.split(", ")) <= set(began)

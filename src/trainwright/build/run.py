@@ -439,44 +439,47 @@ def assemble(
         if not evaluates:
             eval_data, test = {}, None
         benchmarks = build.benchmarks(parallelized.model) if evaluates else []
-    optimizers = _by_name(trainer_class.build_optimizers(build, parallelized.model), ranks.mesh) if for_training else {}
-    heartbeat, capture = Heartbeat(), Capture()
-    updater = _updater(config, parallelized, optimizers, build, batch, max_steps, heartbeat, capture)
-    context = TrainerContext(
-        backend=backend,
-        ranks=ranks,
-        batch_plan=batch,
-        max_steps=max_steps,
-        updater=updater,
-        storage=EventStorage(max_steps=max_steps or None, keeps_media=ranks.mesh.is_first_of_stage),
-        hooks=trainer_class.build_hooks(build),
-        writers=trainer_class.build_writers(build) if for_training else [],
-        folder=folder,
-        store=open_store(checkpoints_location(folder, config)),
-        heartbeat=heartbeat,
-        capture=capture,
-        metrics=build.metrics(task, backend.device),
-        loss=build.loss(backend.device),
-        test_data=None if test is None else loaders.for_evaluation("test", test),
-        benchmarks={each.name: each for each in benchmarks},
-        base=_base_weights(parallelized.model, build, trainer_class, folder),
-        recipes=build.recipes,
-        freeze_rules=build.freeze_rules(),
-        options=options,
-        parts=parts,
-        frozen_models=frozen,
-    )
-    if for_training:
-        build.reject_unused()
-    trainer = trainer_class(
-        config=config,
-        task=task,
-        model=parallelized.model,
-        optimizer=optimizers,
-        train_dataset=train_data,
-        validation_dataset=eval_data,
-        context=context,
-    )
+    with progress("Building the trainer"):
+        optimizers = (
+            _by_name(trainer_class.build_optimizers(build, parallelized.model), ranks.mesh) if for_training else {}
+        )
+        heartbeat, capture = Heartbeat(), Capture()
+        updater = _updater(config, parallelized, optimizers, build, batch, max_steps, heartbeat, capture)
+        context = TrainerContext(
+            backend=backend,
+            ranks=ranks,
+            batch_plan=batch,
+            max_steps=max_steps,
+            updater=updater,
+            storage=EventStorage(max_steps=max_steps or None, keeps_media=ranks.mesh.is_first_of_stage),
+            hooks=trainer_class.build_hooks(build),
+            writers=trainer_class.build_writers(build) if for_training else [],
+            folder=folder,
+            store=open_store(checkpoints_location(folder, config)),
+            heartbeat=heartbeat,
+            capture=capture,
+            metrics=build.metrics(task, backend.device),
+            loss=build.loss(backend.device),
+            test_data=None if test is None else loaders.for_evaluation("test", test),
+            benchmarks={each.name: each for each in benchmarks},
+            base=_base_weights(parallelized.model, build, trainer_class, folder),
+            recipes=build.recipes,
+            freeze_rules=build.freeze_rules(),
+            options=options,
+            parts=parts,
+            frozen_models=frozen,
+        )
+        if for_training:
+            build.reject_unused()
+        trainer = trainer_class(
+            config=config,
+            task=task,
+            model=parallelized.model,
+            optimizer=optimizers,
+            train_dataset=train_data,
+            validation_dataset=eval_data,
+            context=context,
+        )
     # From now on ranks draw different numbers.
     _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.mesh.data_rank))
     return trainer, build
