@@ -220,6 +220,21 @@ def test_a_model_that_is_not_sharded_is_built_on_every_rank(tmp_path):
     assert not any(each.is_meta for each in model.parameters())
 
 
+@pytest.mark.parametrize(
+    "setting", ["gather_precision=fp32", "reshard_after_forward=false", "accumulate_unsharded=true"]
+)
+def test_a_setting_of_fsdp_warns_in_a_run_without_it(setting, tmp_path, caplog):
+    load(tmp_path, {"type": "llama", **SMALL})
+    config = RunConfig.load(tmp_path / "run.yaml", [f"runtime.{setting}"])
+    model = torch.nn.Linear(2, 2)
+    parallelize_model(model, Ranks(), config, torch.device("cpu"), for_training=False)
+    assert caplog.records == []
+    parallelize_model(model, Ranks(), config, torch.device("cpu"))
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"runtime.{setting.partition('=')[0]}" in record.getMessage()
+
+
 # memory
 
 

@@ -148,7 +148,7 @@ class TokenTrainer(Trainer):
 
     def next_train_inputs(self, iterator):
         if self.ranks.size > 1:
-            time.sleep(0.04 if self.ranks.rank else 0.01)
+            time.sleep(0.5 if self.ranks.rank else 0.01)
         return super().next_train_inputs(iterator)
 
 
@@ -199,7 +199,8 @@ def test_two_ranks_count_the_tokens_of_both_and_how_long_the_faster_one_waits(tm
     (line,) = lines(tmp_path)
     assert per_step(line, "tokens_per_second") == pytest.approx(int(LENGTHS.sum()))
     assert line["mfu"] == pytest.approx(line["tokens_per_second"] * 6 * NUM_PARAMETERS / (2 * peak))
-    assert 0.05 < line["slowest_rank_share"] < 0.5  # at most 0.03 s of 0.08 s, plus the time of the update
+    # The first rank waits for half a second, the average of both for half of it. On a busy machine it works longer.
+    assert 0.05 < line["slowest_rank_share"] <= 0.5
 
 
 PROGRESS = "hooks=[{type: count_progress}]"

@@ -371,6 +371,7 @@ def test_the_command_prints_a_url_with_which_other_addresses_need_the_token(open
             page = open_page(address)
             assert "token" not in page.url.partition("#")[0]
             drawn(page, "loss")
+            page.close()  # it would ask for newer values of a server that has ended
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=30)
         finally:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FSDP_SETTINGS = {"gather_precision": None, "reshard_after_forward": True, "accumulate_unsharded": False}
+"""Settings that only a sharded run uses, with their defaults."""
 MEMORY_KEYS = ("tile", "offload", "activation_checkpointing", "compile_repeated_blocks")
 """Settings of the model that change the memory of a step, but not its results."""
 
@@ -75,6 +77,8 @@ def parallelize_model(
         _reject_meta(model, config)
         make_equal(model, ranks)
     is_empty = first_has_weights and not ranks.is_first
+    if for_training and ranks.is_first and ranks.mesh.size("fsdp", "context") == 1:
+        _warn_of_fsdp_settings(config)
     fp8 = _use_fp8(model, config, ranks.mesh) if for_training and config.runtime.precision == "fp8" else None
     if ranks.mesh.is_split:
         find_crossings(model, is_on_meta=is_empty, broadcast=ranks.broadcast)
@@ -241,6 +245,17 @@ def _fsdp_settings(config: RunConfig, mesh: Mesh) -> Any:
         accumulate_unsharded=runtime.accumulate_unsharded,
         gather_dtype=torch.float32 if runtime.gather_precision == "fp32" else gather_dtype(runtime.precision),
     )
+
+
+def _warn_of_fsdp_settings(config: RunConfig) -> None:
+    """Logs settings of FSDP in a run without it; one file may run on one device and on many, so they do not raise."""
+    for name, default in _FSDP_SETTINGS.items():
+        if getattr(config.runtime, name) != default:
+            logger.warning(
+                "runtime.%s has no effect, because parameters are not sharded: runtime.mesh.fsdp and "
+                "runtime.mesh.context are 1.",
+                name,
+            )
 
 
 def gather_dtype(precision: str) -> torch.dtype | None:
