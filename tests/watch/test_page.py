@@ -193,6 +193,7 @@ def test_hover_keyboard_zoom_reset_and_legend(open_page, url):
     zoomed = drawn(page, "loss", "drawn.series[0].points < 6")
     assert 2 <= zoomed["series"][0]["points"] < 6
     page.wait_for_selector("#reset:visible")
+    assert card.locator("canvas").bounding_box() == box  # the plot stays below the pointer
     card.locator("canvas").dblclick()
     drawn(page, "loss", "drawn.series[0].points === 12")
     page.mouse.move(0, 0)
