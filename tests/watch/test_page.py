@@ -268,7 +268,7 @@ def test_the_page_fits_in_both_themes_and_widths(open_page, url, width, scheme):
 
 @pytest.fixture
 def odd_runs(tmp_path):
-    """Runs that were not trained to be drawn: no line yet, a NaN, hundreds of metrics, equal ticks, a long name."""
+    """Runs with no line, a NaN, hundreds of metrics, long names. Tests request it first, so that its server ends last."""
     config = "trainer: {max_steps: 1000}\ndata: {eval: {valid: {type: digits}}}\n"
     group = f"sweep/{'long-' * 20}"
     for name in ("empty", "diverged", "wide", f"{group}1", f"{group}2"):
@@ -285,13 +285,13 @@ def odd_runs(tmp_path):
         yield f"http://127.0.0.1:{send.port}"
 
 
-def test_each_state_is_one_line_of_the_list(open_page, odd_runs):
+def test_each_state_is_one_line_of_the_list(odd_runs, open_page):
     page = open_page(odd_runs)
     page.wait_for_selector(".state.empty")
     assert all(state.bounding_box()["height"] < 30 for state in page.locator(".state").all())
 
 
-def test_a_loss_that_is_not_finite_is_named_where_it_is_looked_for(open_page, odd_runs):
+def test_a_loss_that_is_not_finite_is_named_where_it_is_looked_for(odd_runs, open_page):
     page = open_page(f"{odd_runs}/{select('diverged')}")
     drawn(page, "loss", "canvas.getAttribute('aria-label').includes('no value')")
     assert plot(page, "loss").locator(".value").inner_text() == "not finite"
@@ -300,13 +300,13 @@ def test_a_loss_that_is_not_finite_is_named_where_it_is_looked_for(open_page, od
     assert page.evaluate("[...plots.values()][0].plot.reasonForNothing()") == "no finite value"
 
 
-def test_a_log_scale_says_that_it_cannot_show_negative_values(open_page, odd_runs):
+def test_a_log_scale_says_that_it_cannot_show_negative_values(odd_runs, open_page):
     page = open_page(f"{odd_runs}/{select('wide')}&log=1&metrics=loss")
     page.wait_for_function("() => [...plots.values()][0]?.curves")
     assert page.evaluate("[...plots.values()][0].plot.reasonForNothing()").startswith("no value above zero")
 
 
-def test_ticks_of_values_that_are_close_together_differ(open_page, odd_runs):
+def test_ticks_of_values_that_are_close_together_differ(odd_runs, open_page):
     page = open_page(odd_runs)
     texts = "([ticks, unit]) => tickTexts(ticks, unit === 'bytes' ? bytesText : numberText)"
     for ticks, unit in (
@@ -320,7 +320,7 @@ def test_ticks_of_values_that_are_close_together_differ(open_page, odd_runs):
     assert page.evaluate(texts, [[0.1, 0.2], None]) == ["0.1", "0.2"]
 
 
-def test_metrics_are_filtered_by_words_of_their_names(open_page, odd_runs):
+def test_metrics_are_filtered_by_words_of_their_names(odd_runs, open_page):
     page = open_page(f"{odd_runs}/{select('wide')}")
     drawn(page, "loss")
     page.get_by_label("Filter metrics").fill("NORM _12")
@@ -334,7 +334,7 @@ def test_metrics_are_filtered_by_words_of_their_names(open_page, odd_runs):
     drawn(page, "loss")
 
 
-def test_long_names_of_runs_can_be_told_apart(open_page, odd_runs):
+def test_long_names_of_runs_can_be_told_apart(odd_runs, open_page):
     names = [f"sweep/{'long-' * 20}{number}" for number in (1, 2)]
     page = open_page(f"{odd_runs}/{select(*names)}")
     drawn(page, "loss", "drawn.series.length === 2")
