@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture torture-page fuzz clean help
+.PHONY: quickstart test suite messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture torture-page fuzz clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -15,7 +15,9 @@ THREADS ?= 2
 quickstart: $(VENV)/.installed ## Train a small language model on Python's own source code, with THREADS threads.
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/trainwright train examples/quickstart/run.yaml
 
-test: $(VENV)/.installed-dev lint types ## Run lint, types and the whole suite.
+test: lint types suite ## Run lint, types and the whole suite.
+
+suite: $(VENV)/.installed-dev ## Run the whole suite.
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 messages: $(VENV)/.installed-dev ## Record the texts of errors and messages in the golden files, tests/*/messages.json.

@@ -1,6 +1,7 @@
 """What is shown of the package's log, and to whom."""
 
 import logging
+import subprocess
 import sys
 from types import ModuleType
 
@@ -54,6 +55,24 @@ def test_what_a_quiet_terminal_does_not_show_still_reaches_other_handlers(packag
     logging.getLogger("trainwright.x").info("for the log")
     assert kept.message == "for the log"
     assert capsys.readouterr().err == ""
+
+
+def test_a_run_of_a_program_without_logging_configuration_shows_warnings_once(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import logging, sys\n"
+        "from trainwright.log import is_progress_shown, run_log\n"
+        "if 'configured' in sys.argv:\n"
+        "    logging.basicConfig(format='configured: %(message)s')\n"
+        "with run_log(), run_log():\n"
+        "    assert is_progress_shown() == ('configured' not in sys.argv)\n"
+        "    logging.getLogger('trainwright.x').info('building')\n"
+        "    logging.getLogger('trainwright.x').warning('slow')\n"
+        "assert not logging.getLogger('trainwright').handlers\n"
+    )
+    for arguments, shown in ([], "slow\n"), (["configured"], "configured: slow\n"):
+        done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=True)
+        assert done.stderr == shown
 
 
 def test_the_files_of_a_run_have_what_was_logged_before_they_were_opened(package, tmp_path):

@@ -32,6 +32,12 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
     _level = logging.NOTSET
 
+    def show_from(self, level: int) -> None:
+        """Shows messages from `level`; ranks other than 0 show only errors."""
+        self.setFormatter(_SafeFormatter("%(message)s"))
+        # A warning that thousands of ranks print would hide everything else.
+        self.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.ERROR))
+
     def emit(self, record: logging.LogRecord) -> None:
         """Writes a record, under the handler's lock."""
         self._level = record.levelno
@@ -44,6 +50,13 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     @stream.setter
     def stream(self, _: TextIO) -> None:
         """Ignores the assignment by logging."""
+
+
+class _WarningsHandler(_StderrHandler):
+    """Shows warnings of a run in a program that has not configured logging.
+
+    Python does the same for a logger without handlers (`logging.lastResort`), but a run has handlers for its files.
+    """
 
 
 def in_notebook() -> bool:
@@ -67,10 +80,8 @@ def show_log(level: int = logging.INFO) -> None:
     shown = next((handler for handler in package.handlers if isinstance(handler, _StderrHandler)), None)
     if shown is None:
         shown = _StderrHandler()
-        shown.setFormatter(_SafeFormatter("%(message)s"))
         package.addHandler(shown)
-    # A warning that thousands of ranks print would hide everything else.
-    shown.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.ERROR))
+    shown.show_from(level)
 
 
 def show_log_unless_configured() -> None:
@@ -92,7 +103,7 @@ def show_log_unless_configured() -> None:
 def is_progress_shown() -> bool:
     """Returns True unless the log level is above INFO, by the program's configuration or on the command line (`-q`)."""
     package = logging.getLogger("trainwright")
-    shown = next((handler for handler in package.handlers if isinstance(handler, _StderrHandler)), None)
+    shown = next((handler for handler in package.handlers if type(handler) is _StderrHandler), None)
     is_quiet = shown is not None and shown.level > logging.INFO and os.environ.get("RANK", "0") == "0"
     return package.isEnabledFor(logging.INFO) and not is_quiet
 
@@ -130,6 +141,10 @@ def run_log() -> Iterator[Callable[..., None]]:
         package.setLevel(logging.INFO)  # a script without logging configuration
     buffer = _Buffer()
     package.addHandler(buffer)
+    warnings = _WarningsHandler()
+    if not _has_own_handlers(package) and not any(isinstance(each, _StderrHandler) for each in package.handlers):
+        warnings.show_from(logging.WARNING)
+        package.addHandler(warnings)
     files: list[_RunFile] = []
 
     def open_files(*paths: Path) -> None:
@@ -151,7 +166,7 @@ def run_log() -> Iterator[Callable[..., None]]:
         raise
     finally:
         package.setLevel(level)
-        for handler in (buffer, *files):
+        for handler in (buffer, warnings, *files):
             package.removeHandler(handler)
             handler.close()
 

@@ -60,6 +60,7 @@ def test_the_driver_trains_and_then_sends_its_message(tmp_path, told):
     again = run_command(*without[1:], cwd=folder)
     assert again.returncode == 0, again.stderr
     assert "nothing is left to do" in again.stderr
+    assert "--fresh" in again.stderr
 
 
 def test_the_driver_is_short():

@@ -207,6 +207,8 @@ def test_a_user_s_trainer_may_have_options_that_built_in_ones_reject(in_tmp):
     assert RunConfig.load(in_tmp / "run.yaml").trainer.weight_decay == 0.5
     with raises(ConfigError, "trainer.weight_decay", "trainer.optimizer.weight_decay"):
         RunConfig.load(in_tmp / "run.yaml", ["trainer.type=trainer"])
+    with raises(ConfigError, "trainer.lr", "trainer.optimizer.lr"):
+        RunConfig.load(in_tmp / "run.yaml", ["trainer.type=trainer", "~trainer.weight_decay", "trainer.lr=0.1"])
 
 
 @pytest.mark.parametrize(

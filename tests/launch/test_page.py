@@ -10,6 +10,7 @@ from tests.test_docs import DOCS, ForkingReader, blocks_of
 from trainwright.launch.slurm import SETTINGS
 
 PAGE = (DOCS / "launching.md").read_text("utf-8")
+DOCKER_ARGUMENTS = set(re.findall(r"^ARG (\w+)=", (DOCS.parent / "Dockerfile").read_text("utf-8"), re.MULTILINE))
 
 
 class Typist(ForkingReader):
@@ -21,7 +22,10 @@ class Typist(ForkingReader):
         with pytest.MonkeyPatch.context() as environment:
             for name, value in variables.items():
                 environment.setenv(name, value)
-            if words.startswith("cat "):
+            if words.startswith("docker "):  # no engine here: options and commands are compared with the Dockerfile
+                assert set(re.findall(r"--build-arg (\w+)=", words)) <= DOCKER_ARGUMENTS
+                assert re.search(r" (\.|trainwright(:cuda)? (doctor|train .*))$", words)
+            elif words.startswith("cat "):
                 self.shown += Path(words.removeprefix("cat ")).read_text("utf-8")
             else:
                 super().type(words)
@@ -44,3 +48,8 @@ def test_the_page_on_launching_works_from_the_first_line_to_the_last(reader):
 def test_the_page_names_every_setting_of_a_job():
     missing = [name for name in SETTINGS if f"`{name}`" not in PAGE]
     assert missing == []
+
+
+def test_the_page_names_every_build_argument_of_the_dockerfile():
+    assert DOCKER_ARGUMENTS
+    assert {name for name in DOCKER_ARGUMENTS if f"`{name}`" not in PAGE and f"{name}=" not in PAGE} == set()

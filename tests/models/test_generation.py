@@ -12,6 +12,7 @@ from trainwright.models.bert import Bert, BertClassifier
 from trainwright.models.cnn import CNN
 from trainwright.models.decoding import KeyValueCache
 from trainwright.models.generation import generate, room_after, sample
+from trainwright.models.scoring import score_continuations
 from trainwright.models.t5 import T5
 
 
@@ -35,6 +36,22 @@ def test_tokens_with_the_cache_are_those_without(changes, temperature):
     ]
     assert results[0].shape == (3, 12)
     assert torch.equal(*results)
+
+
+def test_a_model_that_returns_its_logits_alone_generates_and_scores_as_one_with_a_mapping():
+    class Logits(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids):
+            return self.model(input_ids)["logits"]
+
+    model = our_llama(initializer_range=0.3)
+    assert torch.equal(drawn(Logits(model), tokens(3, 5), temperature=0.0), drawn(model, tokens(3, 5), temperature=0.0))
+    rows = [([1, 2, 3], [4, 5]), ([6], [7])]
+    [theirs, ours] = [score_continuations(each, rows) for each in (model, Logits(model))]
+    assert [each.is_greedy for each in ours] == [each.is_greedy for each in theirs]
 
 
 def test_greedy_tokens_are_those_of_transformers():

@@ -319,6 +319,7 @@ TRAINER_KEYS_ELSEWHERE: Mapping[str, str] = {
 """Options of Hugging Face's and Lightning's trainers, and the settings of the same meaning. As options of a user's
 trainer they are rejected too, because nothing would read them."""
 OPTIONS_ELSEWHERE: Mapping[str, str] = {
+    "lr": "trainer.optimizer.lr",
     "weight_decay": "trainer.optimizer.weight_decay",
     "warmup_steps": "trainer.schedule.warmup_steps",
     "warmup_ratio": "trainer.schedule.warmup_steps",

@@ -876,7 +876,9 @@ class Trainer:
                 ended, remedy = "ended", "Raise its limit (max_steps, max_epochs or max_samples)"
             else:
                 ended, remedy = "was stopped, by a hook or the end of its data,", "Change what stopped it"
-            logger.info("The run %s at step %d: nothing is left to do. %s to continue.", ended, state.step, remedy)
+            start_again = "For a new start choose another name or pass --fresh."
+            done = "The run %s at step %d: nothing is left to do. %s to continue. %s"
+            logger.info(done, ended, state.step, remedy, start_again)
             return state.eval_logs
         graph = self._make_graph_step() if self.config.runtime.mode == "graph" else None
         # Of ranks that share samples one counts them; of the loss of all ranks each stores its share.

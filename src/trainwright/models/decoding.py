@@ -330,7 +330,8 @@ def _logits_at(model: nn.Module, ids: Tensor, positions: Tensor, **options: Any)
     if "logits_at" in inspect.signature(model.forward).parameters:
         only: Tensor = model(input_ids=ids, logits_at=positions, **options)["logits"]
         return only[:, 0]
-    logits: Tensor = model(input_ids=ids, **options)["logits"]
+    outputs = model(input_ids=ids, **options)
+    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs["logits"]
     # Virtual tokens of peft come before those of the row.
     return logits[torch.arange(len(ids), device=ids.device), positions + logits.shape[1] - ids.shape[1]]
 

@@ -55,7 +55,8 @@ def _logits_at(model: nn.Module, ids: Tensor, positions: Tensor) -> Tensor:
     options: dict[str, Any] = {}
     if "logits_to_keep" in parameters:
         options["logits_to_keep"] = ids.shape[1] - int(positions.min())
-    logits: Any = model(input_ids=ids, **options)["logits"]
+    outputs = model(input_ids=ids, **options)
+    logits: Any = outputs if isinstance(outputs, Tensor) else outputs["logits"]
     if hasattr(logits, "full_tensor"):  # a DTensor
         logits = logits.full_tensor()
     # All logits, those of the last tokens, or, with virtual tokens of peft, more than there are tokens.

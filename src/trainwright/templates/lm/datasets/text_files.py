@@ -14,11 +14,12 @@ class TextFiles(Dataset):
 
     def __init__(self, folder, part="train", sequence_length=64, project_dir="."):
         # project_dir is given by trainwright: the folder of run.yaml, from wherever the run is started.
-        files = sorted((Path(project_dir) / folder).glob("**/*.txt"))
+        texts = Path(project_dir, folder).resolve()
+        files = sorted(texts.glob("**/*.txt"))
         data = b"\n".join(file.read_bytes() for file in files)
         num_blocks = len(data) // sequence_length
         if num_blocks < 10:
-            raise ValueError(f"{folder} holds {len(files)} .txt files with {num_blocks} blocks; 10 are the least.")
+            raise ValueError(f"{texts} has {len(files)} .txt files and {num_blocks} blocks. At least 10 are needed.")
         self.tokens_per_sample = sequence_length  # lets trainwright count tokens: max_tokens, tokens per second
         blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: num_blocks * sequence_length]
         blocks = blocks.view(num_blocks, sequence_length).long()
