@@ -268,7 +268,7 @@ def test_the_page_fits_in_both_themes_and_widths(open_page, url, width, scheme):
 
 @pytest.fixture
 def odd_runs(tmp_path):
-    """Runs with no line, a NaN, hundreds of metrics, long names. Tests request it first, so that its server ends last."""
+    """Runs with no line, a NaN, hundreds of metrics, long names. Request it first: its server must end last."""
     config = "trainer: {max_steps: 1000}\ndata: {eval: {valid: {type: digits}}}\n"
     group = f"sweep/{'long-' * 20}"
     for name in ("empty", "diverged", "wide", f"{group}1", f"{group}2"):
