@@ -434,60 +434,64 @@ def assemble(
         calls_model = all(inherits) and type(task).forward is Task.forward
         check_model_methods(parallelized.model, calls_model=calls_model)
     config = build.config
-    collator = build.name_fields(trainer_class.build_collator(build), trainer_class, parallelized.model)
-    dataset = trainer_class.build_train_data(build) if for_training else None
-    if makes_batches and dataset is not None:
-        makes_batches, batch = False, resolve_batch(config, ranks.mesh.num_data_ranks)
-    loaders = Loaders(config, batch, collator, ranks, folder)
-    train_data, max_steps = None, 0
-    if for_training:
-        sampler = None if makes_batches else trainer_class.build_sampler(build, dataset)
-        train_data, max_steps = loaders.for_training(dataset, sampler, makes_batches=makes_batches)
-        config = build.config = _resolved(config, batch, max_steps)
-    eval_sets = trainer_class.build_eval_data(build)
-    eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
-    test = build.test_data()
-    if not evaluates:
-        eval_data, test = {}, None
-    benchmarks = build.benchmarks(parallelized.model) if evaluates else []
-    optimizers = _by_name(trainer_class.build_optimizers(build, parallelized.model), ranks.mesh) if for_training else {}
-    heartbeat, capture = Heartbeat(), Capture()
-    updater = _updater(config, parallelized, optimizers, build, batch, max_steps, heartbeat, capture)
-    context = TrainerContext(
-        backend=backend,
-        ranks=ranks,
-        batch_plan=batch,
-        max_steps=max_steps,
-        updater=updater,
-        storage=EventStorage(max_steps=max_steps or None, keeps_media=ranks.mesh.is_first_of_stage),
-        hooks=trainer_class.build_hooks(build),
-        writers=trainer_class.build_writers(build) if for_training else [],
-        folder=folder,
-        store=open_store(checkpoints_location(folder, config)),
-        heartbeat=heartbeat,
-        capture=capture,
-        metrics=build.metrics(task, backend.device),
-        loss=build.loss(backend.device),
-        test_data=None if test is None else loaders.for_evaluation("test", test),
-        benchmarks={each.name: each for each in benchmarks},
-        base=_base_weights(parallelized.model, build, trainer_class, folder),
-        recipes=build.recipes,
-        freeze_rules=build.freeze_rules(),
-        options=options,
-        parts=parts,
-        frozen_models=frozen,
-    )
-    if for_training:
-        build.reject_unused()
-    trainer = trainer_class(
-        config=config,
-        task=task,
-        model=parallelized.model,
-        optimizer=optimizers,
-        train_dataset=train_data,
-        validation_dataset=eval_data,
-        context=context,
-    )
+    with progress("Building the data"):
+        collator = build.name_fields(trainer_class.build_collator(build), trainer_class, parallelized.model)
+        dataset = trainer_class.build_train_data(build) if for_training else None
+        if makes_batches and dataset is not None:
+            makes_batches, batch = False, resolve_batch(config, ranks.mesh.num_data_ranks)
+        loaders = Loaders(config, batch, collator, ranks, folder)
+        train_data, max_steps = None, 0
+        if for_training:
+            sampler = None if makes_batches else trainer_class.build_sampler(build, dataset)
+            train_data, max_steps = loaders.for_training(dataset, sampler, makes_batches=makes_batches)
+            config = build.config = _resolved(config, batch, max_steps)
+        eval_sets = trainer_class.build_eval_data(build)
+        eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
+        test = build.test_data()
+        if not evaluates:
+            eval_data, test = {}, None
+        benchmarks = build.benchmarks(parallelized.model) if evaluates else []
+    with progress("Building the trainer"):
+        optimizers = (
+            _by_name(trainer_class.build_optimizers(build, parallelized.model), ranks.mesh) if for_training else {}
+        )
+        heartbeat, capture = Heartbeat(), Capture()
+        updater = _updater(config, parallelized, optimizers, build, batch, max_steps, heartbeat, capture)
+        context = TrainerContext(
+            backend=backend,
+            ranks=ranks,
+            batch_plan=batch,
+            max_steps=max_steps,
+            updater=updater,
+            storage=EventStorage(max_steps=max_steps or None, keeps_media=ranks.mesh.is_first_of_stage),
+            hooks=trainer_class.build_hooks(build),
+            writers=trainer_class.build_writers(build) if for_training else [],
+            folder=folder,
+            store=open_store(checkpoints_location(folder, config)),
+            heartbeat=heartbeat,
+            capture=capture,
+            metrics=build.metrics(task, backend.device),
+            loss=build.loss(backend.device),
+            test_data=None if test is None else loaders.for_evaluation("test", test),
+            benchmarks={each.name: each for each in benchmarks},
+            base=_base_weights(parallelized.model, build, trainer_class, folder),
+            recipes=build.recipes,
+            freeze_rules=build.freeze_rules(),
+            options=options,
+            parts=parts,
+            frozen_models=frozen,
+        )
+        if for_training:
+            build.reject_unused()
+        trainer = trainer_class(
+            config=config,
+            task=task,
+            model=parallelized.model,
+            optimizer=optimizers,
+            train_dataset=train_data,
+            validation_dataset=eval_data,
+            context=context,
+        )
     # From now on ranks draw different numbers.
     _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.mesh.data_rank))
     return trainer, build
