@@ -89,10 +89,11 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@
 
 # Some tests use these packages in processes of their own. Installed in the environment, they would change how transformers
-# is imported everywhere; torchvision's wheel does not even load next to a CPU build of torch.
+# is imported everywhere; torchvision's wheel does not even load next to a CPU build of torch, and TRL not next to torchvision.
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[dev]'
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/integrations bitsandbytes timm torchao torchvision
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/trl 'trl>=1.16,<2'
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(VENV)/bin/python pyproject.toml constraints.txt

@@ -29,12 +29,15 @@ from trainwright.api.train_arguments import (
 from trainwright.build.run import build_trainer
 from trainwright.config import Origin, RunConfig
 from trainwright.config.component import type_of
+from trainwright.config.elsewhere import advice_elsewhere
+from trainwright.config.problems import suggest
+from trainwright.config.sections import TrainerSection
 from trainwright.errors import ConfigError, shorten_tracebacks
 from trainwright.log import run_log, show_log_unless_configured
 from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Builder, Trainer
-from trainwright.user_code.locations import caller
+from trainwright.user_code.locations import caller, location_of, parameters_of
 from trainwright.user_code.signatures import reject_wrong_call
 
 Forward = Callable[[torch.nn.Module, Any], Any]
@@ -145,6 +148,7 @@ def train(
     with errors_name_arguments(overrides, has_optimizer=optimizer is not None):
         if forward is not None:
             reject_wrong_call(forward, ("model", "batch"), role="forward")
+            _reject_batch_first(forward)
         if collator is not None:
             reject_wrong_call(collator, ("samples",), role="collator")
         _reject_wrong_parts(model, optimizer, lr=lr, schedule=schedule)
@@ -263,11 +267,30 @@ def _config_of(settings: Mapping[str, Any], overrides: Sequence[str]) -> RunConf
             "use run_experiment(config, trainer=MyTrainer).",
             where=config.origin("trainer.type"),
         )
+    for key in config.trainer.options:
+        if key != CODE:
+            advice = advice_elsewhere(key) or suggest(key, TrainerSection.model_fields)
+            raise ConfigError(
+                f"trainer.{key}: has no effect, because only a trainer of your own has options. {advice}",
+                where=config.origin(f"trainer.{key}"),
+            )
     return config
 
 
 def _given_only(values: Mapping[str, Any]) -> dict[str, Any]:
     return {argument: given(argument, value) for argument, value in values.items() if value is not None}
+
+
+def _reject_batch_first(forward: Forward) -> None:
+    """Raises for a function of (batch, batch_idx) or (batch, model), which would get the model as its batch."""
+    name = next(iter(parameters_of(forward) or ()), None)
+    if name in ("batch", "inputs"):
+        raise ConfigError(
+            f"forward is called with the model first, but its first parameter is named {name}. Let it accept (model, "
+            "batch); for a training_step(batch, batch_idx) pass forward=lambda model, batch: "
+            "model.training_step(batch, 0).",
+            where=location_of(forward),
+        )
 
 
 def _reject_wrong_parts(model: Any, optimizer: Any, *, lr: float | None, schedule: Any) -> None:

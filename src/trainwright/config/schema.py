@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from trainwright.config import yaml_text
 from trainwright.config.component import Component, ModelSection
+from trainwright.config.elsewhere import advice_elsewhere
 from trainwright.config.files import (
     ConfigDocument,
     group_reader,
@@ -33,8 +34,6 @@ from trainwright.config.required import reject_missing
 from trainwright.config.sections import (
     BENCHMARK_NAME,
     BUILT_IN_TRAINERS,
-    OPTIONS_ELSEWHERE,
-    TRAINER_KEYS_ELSEWHERE,
     AnomaliesSection,
     CheckpointSection,
     Components,
@@ -304,9 +303,9 @@ def _check_trainer_keys(trainer: Any) -> list[Problem]:
     problems = [] if options is None else check_options(options, trainer)
     for key in (key for key in trainer if key not in known):
         match = nearest(key, known, cutoff=_MISSPELLING)
-        elsewhere = TRAINER_KEYS_ELSEWHERE.get(key) or (OPTIONS_ELSEWHERE.get(key) if is_built_in else None)
+        elsewhere = advice_elsewhere(key, is_own=not is_built_in)
         if elsewhere is not None:
-            problems.append(Problem(("trainer", key), f"has no effect here. Set {elsewhere}."))
+            problems.append(Problem(("trainer", key), f"has no effect here. {elsewhere}"))
         elif is_built_in:
             text = f"there is no such setting. {suggest(key, known)} Only a trainer of your own has further options."
             problems.append(Problem(("trainer", key), text))

@@ -100,7 +100,12 @@ from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split
 from trainwright.parallel.replicate import copy_from_first
 from trainwright.progress import progress
-from trainwright.user_code.constructors import check_constructed, reject_missing_context, reject_unknown_arguments
+from trainwright.user_code.constructors import (
+    check_constructed,
+    explain_attribute,
+    reject_missing_context,
+    reject_unknown_arguments,
+)
 from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.signatures import reject_mismatch
 from trainwright.watch.report import write_final_report
@@ -378,7 +383,14 @@ class Trainer:
         def __getattr__(self, name: str) -> Any:
             if not torch.compiler.is_compiling():  # Python's own error is not part of a graph
                 check_constructed(self, name)
+                explain_attribute(self, name)
             return object.__getattribute__(self, name)  # raises what Python would raise
+
+    def _reject_should_stop(self, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__}.should_stop has no effect. Call stop(reason), which ends the run.")
+
+    should_stop = property(None, _reject_should_stop)
+    """Lightning's way to stop: without this, assigning it would have no effect."""
 
     # Construction: `build` offers the defaults; return something else to change them.
 
