@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: quickstart test suite messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture torture-page fuzz clean help
+.PHONY: quickstart test suite messages reference test-slow lint format types benchmark benchmark-data benchmark-gpu parity reliability torture torture-page fuzz docs docs-serve tutorials clean help
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,17 @@ INPUTS ?= 100000
 fuzz: $(VENV)/.installed-dev ## Read INPUTS randomly changed files; print how many were read, rejected or failed.
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
 
+docs: $(VENV)/.installed-docs ## Build the documentation site, build/site, with strict checks of its links.
+	$(BIN)/python tools/docs_site.py build/docs
+	$(BIN)/python -m zensical build --clean --strict
+	$(BIN)/python tools/docs_site.py --check build/site
+
+docs-serve: docs ## Build the documentation site and serve it at http://127.0.0.1:8000.
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
+
+tutorials: $(VENV)/.installed-dev ## Execute the notebooks in docs/tutorials and save their outputs.
+	$(BIN)/python tools/tutorials.py
+
 lint: $(VENV)/.installed-dev ## Check style and format.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,11 +89,16 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	touch $@
 
 # Some tests use these packages in processes of their own. Installed in the environment, they would change how transformers
-# is imported everywhere; torchvision's wheel does not even load next to a CPU build of torch.
+# is imported everywhere; torchvision's wheel does not even load next to a CPU build of torch, and TRL not next to torchvision.
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[dev]'
 	$(INSTALL) --no-deps --upgrade --target $(VENV)/integrations bitsandbytes timm torchao torchvision
+	$(INSTALL) --no-deps --upgrade --target $(VENV)/trl 'trl>=1.16,<2'
 	touch $@ $(VENV)/.installed
 
-clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+$(VENV)/.installed-docs: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[docs]'
+	touch $@
+
+clean: ## Remove the environment, caches and the built site; runs/ stays.
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache

@@ -5,7 +5,8 @@
 Greedy, 64 tokens after prompts of 64, batch 1 and 16; the contenders take turns. First the tokens of all are compared:
 in bf16, on a GPU, rounding selects other tokens sooner or later, and the mean number of equal tokens is shown. A time
 is the smallest of all rounds: on the CPU that of the process, which other programs do not lengthen, and on a GPU that
-of the clock. Compilation is not counted. The JSON file is written after each case. `--dry-run`: a tiny model, once.
+of the clock. Compilation is not counted. The JSON file is written after each case, and the same command continues after
+the cases that it has; a contender that fails is reported as such. `--dry-run`: a tiny model, once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -104,8 +106,16 @@ def measure(shape: Shape, batch: int, device: torch.device, rounds: int, *, num_
     theirs, ours = models(shape, device)
     prompts = torch.randint(0, shape.vocab_size, (batch, 64), generator=torch.Generator().manual_seed(1)).to(device)
     runs = contenders(theirs, ours, prompts, num_tokens, compiler)
-    expected = runs[THEIRS]()
-    agree = {name: equal_tokens(run(), expected) for name, run in runs.items()}
+    first, errors = {}, {}
+    for name, run in list(runs.items()):
+        try:
+            first[name] = run()
+        except Exception as error:  # of a compiler, or the memory: the others are measured all the same
+            traceback.print_exc()
+            errors[name] = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+            del runs[name]
+    expected = first.get(THEIRS, [[]] * batch)
+    agree = {name: equal_tokens(made, expected) for name, made in first.items()}
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(rounds):
@@ -113,12 +123,21 @@ def measure(shape: Shape, batch: int, device: torch.device, rounds: int, *, num_
             start = clock()
             run()  # its result is on the host, so the device has finished
             best[name] = min(best[name], clock() - start)
-    return {name: {"ms": 1e3 * seconds / num_tokens, "equal_tokens": agree[name]} for name, seconds in best.items()}
+    found = {name: {"ms": 1e3 * seconds / num_tokens, "equal_tokens": agree[name]} for name, seconds in best.items()}
+    return {**found, **errors}
+
+
+def line(one: Any, theirs: Any, num_tokens: int) -> list[str]:
+    """Returns the columns of a contender: its time, the ratio, and whether the tokens agree."""
+    if "error" in one:
+        return [one["error"], "", ""]
+    agree = "yes" if one["equal_tokens"] == num_tokens else f"first {one['equal_tokens']:.0f}"
+    return [f"{one['ms']:.3f}", f"{theirs['ms'] / one['ms']:.2f}" if "ms" in theirs else "", agree]
 
 
 def equal_tokens(rows: list[list[int]], expected: list[list[int]]) -> float:
     """Returns how many tokens of a row are equal before the first that differs, on average."""
-    pairs = (zip(row, other, strict=True) for row, other in zip(rows, expected, strict=True))
+    pairs = (zip(row, other, strict=False) for row, other in zip(rows, expected, strict=True))
     return sum(len(list(takewhile(lambda pair: pair[0] == pair[1], pair))) for pair in pairs) / len(rows)
 
 
@@ -136,28 +155,25 @@ def main() -> None:
     rounds, num_tokens = (1, 8) if options.dry_run else (options.rounds, 64)
     compiler = "eager" if options.dry_run else "inductor"
     found: dict[str, Any] = {"device": backend.describe(), "torch": torch.__version__, "cases": []}
+    path = None if options.output is None else options.output / "generation.json"
+    if path is not None and path.is_file():
+        earlier = json.loads(path.read_text("utf-8"))
+        if {**earlier, "cases": []} == found:
+            found = earlier
     rows = []
     for shape in shapes:
         for batch in (1, 16):
-            results = measure(shape, batch, device, rounds, num_tokens=num_tokens, compiler=compiler)
-            found["cases"].append({**shape._asdict(), "batch": batch, "results": results})
-            theirs = results[THEIRS]["ms"]
+            case = {**shape._asdict(), "batch": batch}
+            results = next((each["results"] for each in found["cases"] if each == each | case), None)
+            if results is None:
+                results = measure(shape, batch, device, rounds, num_tokens=num_tokens, compiler=compiler)
+                found["cases"].append({**case, "results": results})
             name = f"{shape.num_layers} × {shape.hidden_size}, vocabulary {shape.vocab_size:,}"
-            rows += [
-                [
-                    name,
-                    str(batch),
-                    each,
-                    f"{one['ms']:.3f}",
-                    f"{theirs / one['ms']:.2f}",
-                    "yes" if one["equal_tokens"] == num_tokens else f"first {one['equal_tokens']:.0f}",
-                ]
-                for each, one in results.items()
-            ]
+            rows += [[name, str(batch), each, *line(one, results[THEIRS], num_tokens)] for each, one in results.items()]
             print(*(" ".join(row) for row in rows[-len(results) :]), sep="\n", file=sys.stderr, flush=True)
-            if options.output is not None:
-                options.output.mkdir(parents=True, exist_ok=True)
-                (options.output / "generation.json").write_text(json.dumps(found, indent=1) + "\n")
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     text = table(["layers × width", "batch", "contender", "ms per token", "ratio", "tokens agree"], rows)
     print(f"{found['device']}, torch {found['torch']}, transformers {transformers.__version__}\n\n{text}")
 

@@ -14,8 +14,9 @@ step does not depend on their number. GB are 10^9 bytes. The limit holds for tor
 (`torch.cuda.set_per_process_memory_fraction`); the driver's context needs some 0.5 GB more, less than the difference of
 GB and GiB.
 
-Each limit has its own process. A stage that would not end in time is left for the next command with the same --output,
-which continues where this one ended. Weights are random.
+Each limit has its own process, which ends with the time; if one fails, the others are measured all the same. The files
+are written after each stage and each try. A stage that would not end in time, or has failed, is left for the next
+command with the same --output, which begins with the stages that were not tried yet. Weights are random.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,8 @@ SEARCHED_LAYERS = 2
 FLOPS = 4e14
 """A second's operations, to predict how long a step takes; too few rather than too many."""
 START_SECONDS = 45
+GRACE_SECONDS = 15
+"""After the end of the time, a process is killed."""
 DRY_MODEL = (
     "model={type: llama, vocab_size: 64, hidden_size: 64, num_layers: 3, num_heads: 2, intermediate_size: 256, "
     "max_positions: 65536, lora: {match: '*_proj', rank: 4}, quantize: nf4, activation_checkpointing: [DecoderLayer], "
@@ -211,9 +216,15 @@ def fill(model: Any, kind: str) -> Any:
 
 
 def find_longest(
-    fits: Callable[[int], dict[str, Any]], limit: int, *, probes: tuple[int, int], grid: int, until: float
+    fits: Callable[[int], dict[str, Any]],
+    limit: int,
+    *,
+    probes: tuple[int, int],
+    grid: int,
+    until: float,
+    report: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Returns the longest row that fits, a multiple of `grid`, and the tries.
+    """Returns the longest row that fits, a multiple of `grid`, and the tries; `report` gets them after each try.
 
     The peak grows linearly, so two short rows give the first guess. Tries around it end with a row that fits and one,
     longer by about 2 %, that does not, after MAX_TRIES, or with the time.
@@ -224,7 +235,13 @@ def find_longest(
         found = fits(tokens)
         tries.append({"tokens": tokens, **found})
         print(json.dumps(tries[-1]), file=sys.stderr, flush=True)
+        report(state())
         return bool(found["fits"])
+
+    def state() -> dict[str, Any]:
+        fitting = [each["tokens"] for each in tries if each["fits"]]
+        too_long = [each["tokens"] for each in tries if not each["fits"]]
+        return {"tokens": max(fitting, default=0), "too_long": min(too_long, default=None), "tries": tries}
 
     low, high = 0, 0
     for tokens in probes:
@@ -249,13 +266,17 @@ def find_longest(
             high = guess
             guess = max(int(high * (1 - step)), (low + high) // 2)
         step *= 2
-    return {"tokens": low, "too_long": high or None, "tries": tries}
+    return state()
 
 
 def work(limit: int, stages: list[str], *, is_dry: bool, seconds: float) -> None:
     """Runs the stages of a limit (0: `small`) in this process, and prints a line of JSON for each."""
     until = time.monotonic() + seconds
     device = Device(is_dry=is_dry)
+
+    def emit(stage: str, found: dict[str, Any]) -> None:
+        print(json.dumps({"stage": stage, "limit": num_bytes, **found}), flush=True)
+
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"  # the key that signs run folders
         unit, published = (1e6, DRY_PUBLISHED) if is_dry else (1e9, PUBLISHED)
@@ -265,7 +286,7 @@ def work(limit: int, stages: list[str], *, is_dry: bool, seconds: float) -> None
         small = run.step(DRY_SMALL_TOKENS if is_dry else SMALL_TOKENS)  # creates the states of the optimizer
         if not limit:
             again = run.step(DRY_SMALL_TOKENS if is_dry else SMALL_TOKENS)
-            print(json.dumps({"stage": "small", "limit": num_bytes, **again}), flush=True)
+            emit("small", again)
             return
         if not small["fits"]:
             raise SystemExit(f"Not even the shortest row fits {limit}.")
@@ -274,14 +295,19 @@ def work(limit: int, stages: list[str], *, is_dry: bool, seconds: float) -> None
                 tokens = published[limit]
                 if not is_dry and time.monotonic() + seconds_of(tokens, run.num_layers) > until:
                     continue
+                emit("begun", {"begun": stage})
                 found = {"tokens": tokens, "layers": run.num_layers, **run.step(tokens)}
             else:
                 run.use_layers(SEARCHED_LAYERS)
                 if not is_dry and time.monotonic() + 4 * seconds_of(2 * published[limit], SEARCHED_LAYERS) > until:
                     continue
+                emit("begun", {"begun": stage})
                 grid, probes = (DRY_GRID, DRY_PROBES) if is_dry else (GRID, PROBES)
-                found = find_longest(run.step, num_bytes, probes=probes, grid=grid, until=until)
-            print(json.dumps({"stage": stage, "limit": num_bytes, **found}), flush=True)
+                report = partial(emit, "tries")
+                found = find_longest(run.step, num_bytes, probes=probes, grid=grid, until=until, report=report)
+                if not found["too_long"] and time.monotonic() > until:
+                    continue
+            emit(stage, found)
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
@@ -306,11 +332,12 @@ def table(results: dict[str, Any]) -> str:
         "|---|--:|---|--:|--:|--:|",
     ]
     for limit, stages in results["limits"].items():
-        step, longest = stages.get("published"), stages.get("longest")
+        step, longest = stages.get("published"), stages.get("longest") or stages.get("tries")
         shown = "not measured" if step is None else f"{step['seconds']:.0f} s" if step["fits"] else "does not fit"
         peak = f"{step['reserved'] / size:.1f} {unit}" if step and step["fits"] else ""
         reached = f"{longest['tokens']:,}" if longest else "not measured"
         too_long = f"{longest['too_long']:,}" if longest and longest["too_long"] else ""
+        too_long += " (not finished)" * ("longest" not in stages and bool(longest))
         published = (DRY_PUBLISHED if results["is_dry"] else PUBLISHED).get(int(limit), 0)
         lines.append(f"| {limit} {unit} | {published:,} | {shown} | {peak} | {reached} | {too_long} |")
     small = results.get("small")
@@ -318,6 +345,50 @@ def table(results: dict[str, Any]) -> str:
         fitting = f"{small['reserved'] / GIB:.2f} GiB reserved" if small["fits"] else "does not fit"
         lines += ["", f"A step with {SMALL_TOKENS:,} tokens within {small['limit'] / GIB:.2f} GiB: {fitting}."]
     return "\n".join(lines) + "\n"
+
+
+def plan(names: Sequence[str], done: dict[str, Any]) -> list[list[str]]:
+    """Returns the missing stages, one list for each process: the one that was begun last comes alone, at the end."""
+    missing = [name for name in names if name not in done]
+    groups = [[name for name in missing if (name == done.get("begun")) == is_last] for is_last in (False, True)]
+    return [group for group in groups if group]
+
+
+def run_process(arguments: list[str], seconds: float) -> Iterator[tuple[str, Any]]:
+    """Yields the stages that a process of this program reports, and `error` if it fails or has to be killed."""
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    command = [sys.executable, __file__, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        timer = threading.Timer(seconds + GRACE_SECONDS, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith('{"stage"'):
+                found = json.loads(line)
+                yield found.pop("stage"), found.get("begun", found)
+        code = process.wait()
+        timer.cancel()
+    if code:
+        print(f"The process ended with {code}: {arguments[-1]}", file=sys.stderr, flush=True)
+        yield "error", code
+
+
+def measure(results: dict[str, Any], limits: Sequence[int], output: Path, *, until: float) -> bool:
+    """Adds the missing stages to the results and writes them; returns True if a process failed."""
+    has_failed = False
+    for limit in (0, *limits):
+        done = results["limits"].setdefault(str(limit), {}) if limit else results
+        for stages in plan(STAGES if limit else ("small",), done):
+            left = until - time.monotonic()
+            if left < (0 if results["is_dry"] else START_SECONDS):
+                break
+            done.pop("error", None)
+            job = {"limit": limit, "stages": stages, "is_dry": results["is_dry"], "seconds": left}
+            for stage, found in run_process(["--output", str(output), "--work", json.dumps(job)], left):
+                done[stage] = found
+                write(results, output)  # after each stage: the time may end
+                has_failed |= stage == "error"
+    return has_failed
 
 
 def main() -> None:
@@ -344,30 +415,12 @@ def main() -> None:
     device = "cpu" if options.dry_run else torch.cuda.get_device_name()
     results |= {"command": " ".join(["python", "benchmarks/long_context.py", *sys.argv[1:]]), "device": device}
     results |= {"torch": torch.__version__, "is_dry": options.dry_run}
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
-    for limit in (0, *(options.limits or published)):
-        done = results["limits"].setdefault(str(limit), {}) if limit else {}
-        stages = [stage for stage in STAGES if stage not in done] if limit else [] if "small" in results else ["small"]
-        left = until - time.monotonic()
-        if not stages or left < (0 if options.dry_run else START_SECONDS):
-            continue
-        job = {"limit": limit, "stages": stages, "is_dry": options.dry_run, "seconds": left}
-        command = [sys.executable, __file__, "--output", str(options.output), "--work", json.dumps(job)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if not line.startswith('{"stage"'):
-                    continue
-                found = json.loads(line)
-                stage = found.pop("stage")
-                (done if limit else results)[stage] = found
-                write(results, options.output)  # after each stage: the time may end
-        if process.returncode:
-            raise SystemExit(f"The process of the limit {limit} ended with {process.returncode}.")
+    has_failed = measure(results, options.limits or list(published), options.output, until=until)
     write(results, options.output)
     print(table(results))
     if "small" not in results or any(set(STAGES) - set(stages) for stages in results["limits"].values()):
         print("Stages are missing. Run the same command again to continue.")
+    sys.exit(int(has_failed))
 
 
 if __name__ == "__main__":

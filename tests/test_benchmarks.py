@@ -257,14 +257,53 @@ def test_the_longest_row_is_found_within_a_few_tries(long_context, longest, usab
     assert found["tokens"] <= longest < found["too_long"]
     assert found["too_long"] - found["tokens"] <= max(0.05 * longest, 2048)
     assert len(found["tries"]) <= 7
-    late = long_context.find_longest(run, limit, probes=(1024, 2048), grid=1024, until=0)
+    reported = []
+    late = long_context.find_longest(run, limit, probes=(1024, 2048), grid=1024, until=0, report=reported.append)
     assert late == late | {"tokens": 2048, "too_long": None}
+    assert [each["tokens"] for each in reported] == [1024, 2048]
 
 
 def test_a_stage_is_skipped_if_it_would_not_end_in_time(long_context):
     seconds = [long_context.seconds_of(tokens, 32) for tokens in long_context.PUBLISHED.values()]
     assert seconds == sorted(seconds)
     assert 300 < seconds[-1] < 600  # of one step with the length that is published for 80 GB
+
+
+def test_the_stage_that_ended_a_process_is_tried_again_after_the_others(long_context):
+    stages = long_context.STAGES
+    assert long_context.plan(stages, {}) == [["published", "longest"]]
+    assert long_context.plan(stages, {"begun": "published"}) == [["longest"], ["published"]]
+    assert long_context.plan(stages, {"begun": "longest", "published": {}}) == [["longest"]]
+    assert long_context.plan(stages, {"begun": "longest", "published": {}, "longest": {}}) == []
+
+
+PROCESS = """
+import json, os, sys, time
+
+job = json.loads(sys.argv[-1])
+for stage in job["stages"] if job["limit"] else []:
+    print(json.dumps({"stage": "begun", "begun": stage}), flush=True)
+    if job["limit"] == 24:
+        os._exit(3)
+    if job["limit"] == 80 and stage == "longest":
+        time.sleep(60)
+    found = {"stage": stage, "tokens": 8, "fits": True, "reserved": 10**9, "seconds": 1.0, "too_long": 9}
+    print(json.dumps(found), flush=True)
+"""
+
+
+def test_a_limit_that_fails_leaves_the_others_and_what_was_measured(long_context, tmp_path, monkeypatch):
+    (tmp_path / "process.py").write_text(PROCESS)
+    monkeypatch.setattr(long_context, "__file__", str(tmp_path / "process.py"))
+    monkeypatch.setattr(long_context, "START_SECONDS", 0)
+    monkeypatch.setattr(long_context, "GRACE_SECONDS", -8)  # of the 10 seconds
+    results = {"limits": {}, "is_dry": False, "command": "", "device": "a GPU", "torch": ""}
+    assert long_context.measure(results, [24, 48, 80], tmp_path, until=time.monotonic() + 10)
+    found = json.loads((tmp_path / "long_context.json").read_text("utf-8"))["limits"]
+    assert found["24"] == {"begun": "published", "error": 3}
+    assert found["48"].keys() == {"begun", "published", "longest"}
+    assert found["80"] == found["80"] | {"begun": "longest", "error": -9}  # killed at the end of the time
+    assert found["80"]["published"]["tokens"] == 8
 
 
 @pytest.mark.slow

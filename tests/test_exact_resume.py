@@ -170,22 +170,36 @@ def test_a_run_may_go_on_with_other_workers_and_micro_batches(tmp_path):
     assert_same(what_is_left(tmp_path / "undisturbed"), what_is_left(tmp_path / "changed"))
 
 
-# The settings of the trainer and of the model, and whether rows are pairs.
-PREFERENCES = {
-    "a frozen copy": ({}, {}, True),
-    "adapters with dropout": ({}, {"lora": {"match": "*_proj", "rank": 4, "dropout": 0.3}}, True),
-    "a precomputed reference": ({"precompute_reference": True}, {}, True),
-    "kto": ({"loss_type": "kto"}, {}, False),
-    "orpo": ({"loss_type": "orpo"}, {}, True),
+PACKED = {"type": "pack", "length": 48, "source": {"type": "chat", "path": "rows.jsonl", "tokenizer": "base"}}
+# The settings of the trainer, of the model and of the data; the recipes have further runs (test_recipes.py).
+POST_TRAINING = {
+    "a frozen copy": ({}, {}, {}),
+    "adapters with dropout": ({}, {"lora": {"match": "*_proj", "rank": 4, "dropout": 0.3}}, {}),
+    "a precomputed reference": ({"precompute_reference": True}, {}, {}),
+    "kto": ({"loss_type": "kto"}, {}, {}),
+    "orpo": ({"loss_type": "orpo"}, {}, {}),
+    "ipo": ({"loss_type": "ipo"}, {}, {}),
+    "hinge": ({"loss_type": "hinge"}, {}, {}),
+    "simpo": ({"loss_type": "simpo", "beta": 2.0}, {}, {}),
+    "reward": preference_runs.REWARD,
+    "distill": preference_runs.DISTILL,
+    "sft": ({"type": "sft"}, {}, {"train": PACKED}),
 }
+SINGLE_ANSWERS = ("kto", "sft")
+SLOW_POST_TRAINING = ("ipo", "hinge")  # they keep no state that sigmoid has not
 
 
-@pytest.mark.parametrize("case", PREFERENCES)
-def test_a_killed_preference_run_ends_with_the_bits_of_an_undisturbed_one(case, tmp_path):
-    trainer, model, paired = PREFERENCES[case]
-    preference_runs.prepare(tmp_path, paired=paired, number=30)
-    content = preference_runs.settings(tmp_path, model="llama", steps=8, micro_batch_size=2, **trainer)
-    content["model"] |= model
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW_POST_TRAINING else []) for case in POST_TRAINING],
+)
+def test_a_killed_post_training_run_ends_with_the_bits_of_an_undisturbed_one(case, tmp_path):
+    preference_runs.prepare(tmp_path, paired=case not in SINGLE_ANSWERS, number=30)
+    trainer, model, data = POST_TRAINING[case]
+    model = {"type": "llama", **model}
+    content = preference_runs.settings_of(tmp_path, trainer, model, data, steps=8, micro_batch_size=2)
+    if case == "sft":
+        del content["data"]["collator"]
     content["trainer"]["optimizer"] = {"type": "adamw", "lr": 0.01}
     content["data"]["shuffle"] = True
     content["checkpoint"] = {"every_steps": 2}

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "trainwright"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-NOT_FOR_RUNS = {"all", "benchmarks", "dev", "tpu"}
+NOT_FOR_RUNS = {"all", "benchmarks", "dev", "docs", "tpu"}
 """Extras that `all` does not have; a TPU's package would change which device torch finds."""
 
 DISTRIBUTIONS = {"lm_eval": "lm-eval", "sklearn": "scikit-learn", "yaml": "PyYAML"}

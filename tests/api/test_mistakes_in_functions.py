@@ -13,7 +13,7 @@ from tests.messages import mentions
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from trainwright import get_args, train, training_main
+from trainwright import Hook, build_trainer, get_args, train, training_main
 from trainwright.api.arguments import with_defaults
 from trainwright.errors import TrainwrightError
 
@@ -261,6 +261,122 @@ def test_wrong_arguments_of_train_are_named_on_the_line_of_the_call(given, origi
     arguments = {"data": Points(24), "forward": print, "max_steps": 1, "batch_size": 4, **given}
     text = rejection(lambda: train(Classifier(), **arguments))  # wrong argument
     assert text.startswith(place(__file__, "  # wrong argument") + origin)
+
+
+# idioms of a loop of one's own, and of other frameworks
+
+
+def loss_of(model, batch):
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def train_with(forward, *overrides, **more):
+    words = {"max_steps": 2, "batch_size": 8, "optimizer": torch.optim.SGD, "lr": 0.1, "device": "cpu", **more}
+    return train(Classifier(), Points(24), forward=forward, overrides=["writers=[]", *overrides], **words)
+
+
+@pytest.mark.parametrize("keeps_graph", [True, False])
+def test_a_backward_in_forward_is_rejected(keeps_graph):
+    def forward(model, batch):
+        loss = loss_of(model, batch)
+        loss.backward(retain_graph=keeps_graph)
+        return loss
+
+    assert mentions(rejection(train_with, forward), "forward", "backward()")
+
+
+def test_a_backward_in_forward_that_clears_its_gradients_is_rejected_too():
+    def forward(model, batch):
+        loss = loss_of(model, batch)
+        loss.backward()
+        model.zero_grad()
+        return loss
+
+    assert mentions(rejection(train_with, forward), "backward()", ".detach()")
+
+
+def test_a_gradient_in_forward_that_is_part_of_the_loss_is_accepted():
+    def forward(model, batch):
+        loss = loss_of(model, batch)
+        (gradient,) = torch.autograd.grad(loss, model.head.weight, create_graph=True)
+        return loss + 0.1 * gradient.square().sum()
+
+    assert train_with(forward).step == 2
+
+
+def test_clearing_gradients_in_forward_is_rejected_where_it_would_lose_some():
+    def forward(model, batch):
+        model.zero_grad()
+        return loss_of(model, batch)
+
+    assert train_with(forward, name="whole").step == 2  # there are none
+    assert mentions(rejection(train_with, forward, "trainer.micro_batch_size=2"), "zero_grad()")
+
+
+@pytest.mark.parametrize("first", ["batch", "inputs"])
+def test_a_function_that_takes_the_batch_first_is_rejected(first):
+    forward = eval(f"lambda {first}, batch_idx: 0")
+    assert mentions(rejection(train_with, forward), "(model, batch)", first)
+
+
+@pytest.mark.parametrize("option", ["lr=1", "eval_strategy=epoch", "devices=2", "temperature=2"])
+def test_options_of_a_trainer_have_no_effect_on_train(option):
+    assert mentions(rejection(train_with, loss_of, f"trainer.{option}"), f"trainer.{option.partition('=')[0]}")
+
+
+@pytest.mark.parametrize("metrics", [loss_of, [loss_of], {"accuracy": loss_of}])
+def test_a_function_is_not_a_metric(metrics):
+    text = rejection(train_with, loss_of, eval_data=Points(4), metrics=metrics)
+    assert mentions(text, "metrics[", "update(outputs, labels)", "Task.aggregate_logs")
+
+
+class Lightning(Classifier):
+    """What a LightningModule defines: steps that its own trainer calls."""
+
+    def training_step(self, batch, batch_idx):
+        return loss_of(self, batch)
+
+    def validation_step(self, batch, batch_idx):
+        """Is not called."""
+
+    def configure_optimizers(self):
+        """Is not called."""
+
+
+def test_a_module_with_a_training_step_that_nothing_calls_is_rejected():
+    text = rejection(train, Lightning(), Points(24), max_steps=1, batch_size=4)
+    assert text.startswith(place(__file__, "def training_step("))
+    assert mentions(text, "Lightning.training_step", "forward")
+
+
+def test_steps_of_a_module_that_are_not_called_are_named(caplog):
+    words = {"max_steps": 1, "batch_size": 4, "overrides": ["writers=[]"]}
+    with caplog.at_level(logging.WARNING, logger="trainwright"):
+        train(Lightning(), Points(24), forward=lambda model, batch: model.training_step(batch, 0), **words)
+    (record,) = [each for each in caplog.records if "Lightning" in each.getMessage()]
+    assert "configure_optimizers, validation_step" in record.getMessage()
+
+
+def test_an_optimizer_without_a_learning_rate_is_rejected():
+    class Relative(torch.optim.SGD):
+        def __init__(self, params, lr=None):
+            super().__init__(params, lr=1.0)
+            self.param_groups[0]["lr"] = lr
+
+    assert mentions(rejection(train_with, loss_of, optimizer=Relative, lr=None), "Relative", "lr")
+
+
+def test_assigning_should_stop_to_a_trainer_is_rejected():
+    class Stops(Hook):
+        def after_step(self):
+            self.trainer.should_stop = True
+
+    with pytest.raises(AttributeError, match=r"stop\(reason\)"):
+        train_with(loss_of, hooks=[Stops()])
+
+
+def test_a_config_of_another_type_is_rejected():
+    assert mentions(rejection(lambda: build_trainer({"trainer": {}})), "dict", "RunConfig.from_dict")
 
 
 # a script that ends with an explained error

@@ -1,18 +1,21 @@
-"""The pages on the APIs, done as a reader would: docs/customisation.md and the five that begin "Coming from".
+"""The pages on the APIs, done as a reader would: docs/customisation.md and those that begin "Coming from".
 
 How a page is read is tests/test_docs.py's; scripts run in this process, which has torch imported already.
 """
 
+import csv
 import json
 import re
 import runpy
 import shlex
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from tests.forked_program import run_script
 from tests.test_docs import (
     DOCS,
     ForkingReader,
@@ -21,9 +24,10 @@ from tests.test_docs import (
     without_root_handlers,
 )
 
-from trainwright import RunConfig, build_trainer, load_checkpoint
+from trainwright import RunConfig, Trainer, build_trainer, load_checkpoint
 from trainwright.api import experiments
 from trainwright.checkpoint.store import CheckpointStore
+from trainwright.config.builtin import BUILT_INS
 from trainwright.errors import TrainwrightError
 
 
@@ -66,6 +70,15 @@ class QuickReader(ForkingReader):
                 self.exit_code = 0
                 self.type(line)
                 assert (self.exit_code != 0) == line.endswith("# rejected"), f"{line}\n{self.shown}"
+
+
+class ApartReader(QuickReader):
+    """A reader whose scripts run in children: Lightning changes the logging of its process."""
+
+    def run_script(self, arguments):
+        done = run_script(*arguments)
+        self.exit_code = done.returncode
+        return done.stdout + done.stderr
 
 
 @pytest.fixture
@@ -259,6 +272,9 @@ def test_more_than_thirty_changes_are_each_answered_in_under_ten_lines():
 
 
 COMMUNITIES = ("easy_torch_tpu", "model_garden", "oumi", "swissarmytransformer", "libai")
+COMMUNITIES += ("hf_trainer", "lightning", "accelerate", "torchtitan", "trl")
+
+PEFT_TYPES = ("lora",)
 
 
 def text_of(page):
@@ -275,6 +291,23 @@ def test_every_community_has_a_page_with_the_same_parts():
         assert all(row.count(" | ") == 1 for row in rows)
 
 
+SECTIONS = ("data", "trainer", "evaluation", "checkpoint", "log", "runtime", "anomalies", "preemption", "watchdog")
+
+
+@pytest.mark.parametrize("name", COMMUNITIES)
+def test_the_settings_and_components_that_a_table_names_exist(name):
+    rows = [line.split(" | ")[-1] for line in text_of(name).splitlines() if line.startswith("| ")]
+    quoted = " ".join(quote for row in rows for quote in re.findall(r"`([^`]*)`", row))
+    for section, key in re.findall(rf"(?<![\w.])({'|'.join(SECTIONS)})\.([a-z_0-9]+)", quoted):
+        known = RunConfig.model_fields[section].annotation.model_fields
+        is_attribute = section == "trainer" and (
+            hasattr(Trainer, key) or key in ("model", "ranks", "device", "storage")
+        )
+        assert key in known or is_attribute or f"{section}.{key}" == "log.txt", f"{section}.{key}"
+    for found in re.findall(r"\{type: ([a-z_]+)[,}]", quoted):
+        assert any(found in names for names in (*BUILT_INS.values(), PEFT_TYPES)), found
+
+
 def test_the_page_for_easy_torch_tpu_works_from_the_first_line_to_the_last(reader):
     reader.read_well(blocks_of(text_of("easy_torch_tpu")))
     assert {"logit_size", "stage", "largest_weight", "samples_seen", "hours"} <= lines("run")[-1].keys()
@@ -282,11 +315,35 @@ def test_the_page_for_easy_torch_tpu_works_from_the_first_line_to_the_last(reade
     assert losses("halves") == losses("whole")
 
 
+def is_equal(run, other):
+    """True if both runs have the same weights, bit for bit."""
+    first, second = (load_checkpoint(f"runs/{name}").state_dict() for name in (run, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], value) for name, value in second.items())
+
+
 def test_the_page_for_oumi_works_from_the_first_line_to_the_last(reader):
     reader.read_well(blocks_of(text_of("oumi")))
-    halves, whole = (load_checkpoint(f"runs/{name}").state_dict() for name in ("halves", "whole"))
-    assert all(torch.equal(halves[name], value) for name, value in whole.items())
+    assert is_equal("halves", "whole")
     assert "valid/accuracy" in lines("streamed")[-1]
+
+
+def test_the_page_for_torchtitan_works_from_the_first_line_to_the_last(reader):
+    reader.read_well(blocks_of(text_of("torchtitan")))
+    assert losses("tensor") == pytest.approx(losses("run"), rel=1e-5)
+    assert losses("halves")[:10] == losses("whole")
+    assert losses("own") == pytest.approx(losses("own-alone"), rel=1e-5)
+
+
+def test_the_page_for_trl_works_from_the_first_line_to_the_last(reader):
+    """With TRL on the path (tests/test_integrations.py) its program is run too, and its losses are compared."""
+    pytest.importorskip("transformers")
+    blocks = blocks_of(text_of("trl"))
+    if find_spec("trl") is None:
+        blocks = [block for block in blocks if "python there_sft.py" not in block[1] and "difference" not in block[1]]
+    reader.read_well(blocks)
+    assert losses("smaller") == pytest.approx(losses("sft"), rel=1e-5)
+    assert losses("wide") == pytest.approx(losses("sft"), rel=1e-5)
+    assert losses("longer") == losses("sft")
 
 
 def test_the_page_for_model_garden_works_from_the_first_line_to_the_last(reader, monkeypatch):
@@ -316,3 +373,56 @@ def test_the_page_for_libai_works_from_the_first_line_to_the_last(reader):
     assert losses("recorded") == losses("run")
     assert 0 <= lines("run")[-1]["some_accuracy"] <= 1
     assert RunConfig.load("runs/run/config.yaml").trainer.optimizer.type == "trainwright.optim.adamw:AdamW"
+
+
+def test_the_page_for_hf_trainer_works_and_both_sides_train_alike(reader):
+    transformers = pytest.importorskip("transformers")
+    reader.read_well(blocks_of(text_of("hf_trainer")))
+    history = json.loads(Path("theirs-1/checkpoint-27/trainer_state.json").read_text())["log_history"]
+    assert losses("run") == pytest.approx([line["loss"] for line in history if "loss" in line], rel=1e-6)
+    evaluated = [(line["eval_loss"], line["eval_accuracy"]) for line in history if "eval_loss" in line]
+    ours = [(line["valid/loss"], line["valid/accuracy"]) for line in lines("run") if "valid/loss" in line]
+    assert ours == [pytest.approx(each, rel=1e-6) for each in evaluated]
+    best = transformers.AutoModelForSequenceClassification.from_pretrained("theirs-1/best").state_dict()
+    weights = load_checkpoint("runs/run", step="best").state_dict()
+    torch.testing.assert_close(weights, best, rtol=1e-5, atol=1e-6)
+    assert losses("accumulated") == pytest.approx(losses("run"), rel=1e-4)
+    if transformers.__version__.startswith("5.23."):  # of which the page says it
+        history = json.loads(Path("theirs-2/checkpoint-27/trainer_state.json").read_text())["log_history"]
+        first = lines("run")[0]
+        assert history[0]["loss"] == pytest.approx(2 * first["loss"], rel=1e-5)
+        assert history[0]["grad_norm"] == pytest.approx(2 * first["grad_norm"], rel=1e-3)
+    assert is_equal("halves", "whole")
+    assert lines("weighted")[-1]["step"] < 27
+
+
+def test_the_page_for_lightning_works_and_both_sides_train_alike(in_tmp, monkeypatch, capfd):
+    ApartReader(monkeypatch, capfd).read_well(blocks_of(text_of("lightning")))
+    with Path("theirs/lightning_logs/version_0/metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    theirs = [(float(row["val_loss"]), float(row["val_accuracy"])) for row in rows if row["val_loss"]]
+    ours = [(line["valid/loss"], line["valid/accuracy"]) for line in lines("run") if "valid/loss" in line]
+    assert ours == [pytest.approx(each, rel=1e-5) for each in theirs]
+    assert rates("run") == pytest.approx([float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]][::2], rel=1e-6)
+    trained = next(float(row["train_loss"]) for row in rows if row["train_loss"])
+    assert trained != pytest.approx(losses("run")[0], rel=1e-2)  # that of the last micro-batch
+    theirs = torch.load("theirs/best.ckpt", weights_only=True)["state_dict"]
+    weights = load_checkpoint("runs/run", step="best").state_dict()
+    torch.testing.assert_close(weights, {name.removeprefix("net."): each for name, each in theirs.items()})
+    assert [line["loss"] for line in lines("unsplit")] == pytest.approx(losses("run"), rel=1e-5)
+    assert is_equal("halves", "whole")
+    assert losses("manual")[0] == losses("run")[0] != losses("manual")[-1]
+
+
+def test_the_page_for_accelerate_works_and_both_sides_train_alike(in_tmp, monkeypatch, capfd):
+    ApartReader(monkeypatch, capfd).read_well(blocks_of(text_of("accelerate")))
+    theirs = json.loads(Path("theirs.json").read_text())
+    of_updates = [sum(pair) / 2 for pair in zip(theirs["losses"][::2], theirs["losses"][1::2], strict=True)]
+    assert losses("ours") == pytest.approx(of_updates, rel=1e-5)
+    assert [line["valid/accuracy"] for line in lines("ours") if "valid/accuracy" in line] == theirs["accuracies"]
+    weights = load_checkpoint("runs/ours", model=runpy.run_path("parts.py")["Net"](16)).state_dict()
+    torch.testing.assert_close(weights, torch.load("theirs.pt", weights_only=True))
+    assert losses("two") == pytest.approx(losses("run"), rel=1e-5)
+    assert losses("halves") == pytest.approx(losses("run"), rel=1e-5)
+    assert {"norm_squared"} <= lines("penalized")[0].keys()
+    assert not Path("runs/left/checkpoints").exists()

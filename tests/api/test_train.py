@@ -200,7 +200,7 @@ def test_device_and_precision_may_be_those_of_torch():
 
 def test_every_argument_is_in_the_docstring_and_in_the_table_of_the_docs():
     names = list(inspect.signature(train).parameters)
-    listed = re.findall(r"^    (\w+)  +\S", train.__doc__, re.MULTILINE)
+    listed = re.findall(r"^        (\w+): ", train.__doc__, re.MULTILINE)
     assert listed == names
     table = re.findall(r"^\| `(\w+)` \|", (DOCS / "notebooks.md").read_text("utf-8"), re.MULTILINE)
     assert table == names

@@ -276,9 +276,14 @@ def test_a_run_with_a_short_last_batch_continues_after_it(tmp_path):
 # batches
 
 
-def test_a_batch_that_contradicts_itself_is_rejected_with_the_arithmetic(tmp_path):
+def test_a_batch_that_contradicts_itself_is_rejected_before_the_model_is_built(tmp_path):
+    class Unbuilt(Trainer):
+        @classmethod
+        def build_model(cls, build):
+            raise AssertionError("built")
+
     with raises(ConfigError, "8", "micro_batch_size", "3", "1"):
-        build_trainer(load(tmp_path, "trainer.micro_batch_size=3"))
+        build_trainer(load(tmp_path, "trainer.micro_batch_size=3"), Unbuilt)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 8])

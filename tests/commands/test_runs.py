@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.messages import mentions
+from tests.terminals import command
 from typer.testing import CliRunner
 
 from trainwright import RunConfig, Trainer, build_trainer
@@ -24,6 +25,7 @@ from trainwright.commands.terminal import age_text
 from trainwright.errors import TrainwrightError
 from trainwright.watch import listing as watched
 from trainwright.watch.listing import find_runs, summarize
+from trainwright.watch.run_reader import RunReader
 from trainwright.writers import json_lines
 
 RUN = str(Path(__file__).parents[1] / "project" / "run.yaml")
@@ -124,6 +126,16 @@ def test_a_run_without_a_checkpoint_is_empty(root):
     RunConfig().save(root / "fresh" / "config.yaml")
     fresh = state_of(root, "fresh")
     assert (fresh.state, fresh.step, fresh.loss) == ("empty", None, None)
+
+
+def test_checkpoints_in_another_folder_are_not_missing(root):
+    for name, state in (("whole", "finished"), ("vision/half", "resumable")):
+        shutil.rmtree(root / name / "checkpoints")
+        config = root / name / "config.yaml"
+        RunConfig.load(config, ["checkpoint.folder=s3://bucket/runs"]).save(config)
+        grow_old(root)
+        assert state_of(root, name).state == state
+        assert RunReader(root / name, name).summary().state == state
 
 
 @pytest.mark.parametrize("content", [None, "", "trainer: [", "trainer: {max_steps: many}", "\0"])
@@ -274,6 +286,30 @@ def test_runs_are_sorted_by_a_metric_and_its_curve_is_shown(root):
     assert [run["name"] for run in json.loads(done.stdout)["runs"]] == order[::-1]
     done = CliRunner().invoke(app, ["runs", str(root), "--sort", "name"])
     assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == sorted(RUNS)
+
+
+def test_the_curve_of_a_log_with_long_lines_is_drawn(root):
+    many = {f"metric_{number}": 0.123456789 for number in range(500)}
+    with (root / "whole" / "metrics.json").open("w") as file:
+        file.writelines(json.dumps({"step": step, "loss": step, **many}) + "\n" for step in range(1, 101))
+    assert re.fullmatch("[▁▂▃▄▅▆▇█]{16}", rows(root)["whole"]["curve"])
+
+
+def test_a_narrow_terminal_has_one_line_for_each_run(root):
+    for columns, header in (
+        (130, "run state step saved loss curve best last write"),
+        (80, "run state step loss curve last write"),
+        (55, "run state step loss last write"),
+    ):
+        terminal = command("runs", str(root), "--sort", "name", columns=columns, rows=20)
+        assert terminal.wait() == 0
+        lines = [line.split() for line in terminal.shown().splitlines() if line.strip()]
+        assert lines[0] == header.split()
+        assert [line[0] for line in lines[1:]] == ["vision/half", "whole"]
+    (root / "whole").rename(root / ("long-name-" * 6))
+    terminal = command("runs", str(root), columns=80, rows=20)
+    assert terminal.wait() == 0
+    assert "2 hours ago" in next(line for line in terminal.shown().splitlines() if line.startswith("long-name-"))
 
 
 def test_an_unknown_metric_names_the_closest(root):

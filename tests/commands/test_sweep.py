@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.messages import raises
+from tests.messages import mentions, raises
 from typer.testing import CliRunner
 
 from trainwright.cli import app
@@ -50,7 +50,8 @@ def trial(number, state, value=None, reason=None):
 
 def end_with(monkeypatch, **changes):
     trials = (trial(0, "complete", 0.5), trial(1, "complete", 0.25), trial(2, "failed", reason="no memory"))
-    result = SweepResult(trials, trials[1], "trainwright train run.yaml", {"model.width": 0.75}, **changes)
+    changes = {"importances": {"model.width": 0.75}, **changes}
+    result = SweepResult(trials, trials[1], "trainwright train run.yaml", **changes)
 
     def run_sweep(settings, *, fresh, report):
         for each in trials:
@@ -69,6 +70,13 @@ def test_the_end_shows_the_best_trial_its_command_and_the_importances(file, monk
     assert "2 complete, 1 failed of 4 trials" in done.output
     assert "Best: trial-0001, valid/loss 0.25: runs/widths/trial-0001" in done.output
     assert "model.width 75%" in done.output
+
+
+def test_the_end_says_why_there_are_no_importances(file, monkeypatch):
+    end_with(monkeypatch, importances={})
+    done = invoke(file)
+    assert done.exit_code == 0
+    assert mentions(done.output, "Importance", "four complete trials", "valid/loss")
 
 
 def test_a_signal_and_failures_have_their_exit_codes(file, monkeypatch):

@@ -1,7 +1,10 @@
+import re
+
 import pytest
 from tests.messages import raises
 
 from trainwright.config import RunConfig
+from trainwright.config.elsewhere import KEYS_WITHOUT_SETTING, OPTIONS_ELSEWHERE, TRAINER_KEYS_ELSEWHERE
 from trainwright.config.sections import Section
 from trainwright.errors import ConfigError
 
@@ -200,6 +203,30 @@ def test_options_of_other_trainers_are_rejected_with_the_setting(in_tmp, kind, n
     (in_tmp / "run.yaml").write_text(f"trainer:\n  type: {kind}\n  {name}: 1\n")
     with raises(ConfigError, f"trainer.{name}", setting, at="run.yaml:3"):
         RunConfig.load(in_tmp / "run.yaml")
+
+
+@pytest.mark.parametrize("table", [TRAINER_KEYS_ELSEWHERE, OPTIONS_ELSEWHERE])
+def test_the_settings_that_answer_options_of_other_trainers_exist(table):
+    for key, setting in table.items():
+        section, dot, name = re.match(r"(\w+)(\.?)(\w*)", setting).groups()
+        assert section in RunConfig.model_fields, f"{key}: {setting}"
+        if dot and section != "model":
+            assert name in RunConfig.model_fields[section].annotation.model_fields, f"{key}: {setting}"
+
+
+@pytest.mark.parametrize("key", KEYS_WITHOUT_SETTING)
+def test_options_without_a_setting_are_rejected_with_what_to_do(in_tmp, key):
+    (in_tmp / "run.yaml").write_text(f"trainer:\n  type: trainers/mine.py:Mine\n  {key}: 1\n")
+    with raises(ConfigError, f"trainer.{key}", KEYS_WITHOUT_SETTING[key], at="run.yaml:3"):
+        RunConfig.load(in_tmp / "run.yaml")
+
+
+def test_options_of_other_trainers_are_answered_in_every_section():
+    assert rejection_of({"learning_rate": 1e-3}) == (
+        "learning_rate: there is no such setting. Set trainer.optimizer.lr."
+    )
+    assert rejection_of({"checkpoint": {"save_total_limit": 2}}).endswith("Set checkpoint.keep_last.")
+    assert "Known: " in rejection_of({"evaluation": {"strategy": "epoch"}})  # it may be another one than of devices
 
 
 def test_a_user_s_trainer_may_have_options_that_built_in_ones_reject(in_tmp):

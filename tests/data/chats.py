@@ -26,6 +26,35 @@ REASONING_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# The system prompt is part of the user's first turn, which has to be first, and roles alternate.
+MERGED_TEMPLATE = (
+    "{% set begin = 1 if messages[0].role == 'system' else 0 %}{% for message in messages[begin:] %}"
+    "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "{% if message.role == 'user' %}{{ '<bos>[INST] ' }}"
+    "{% if loop.first and begin %}{{ '<<SYS>>' + messages[0].content + '<</SYS>>' }}{% endif %}"
+    "{{ message.content + ' [/INST]' }}{% else %}{{ ' ' + message.content + ' <eos>' }}{% endif %}{% endfor %}"
+)
+# Another name for the assistant, and no system prompt.
+RENAMED_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ '<|im_start|>' + message.role.replace('assistant', 'model') + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
+)
+# Tools come first, and the results of one turn's calls are one turn of the user.
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user\n' }}{% endif %}"
+    "{{ '<result>' + message.content + '</result>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}"
+    "{% for call in message.tool_calls or [] %}{{ '<call>' + call.function | tojson + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
 
 def make_tokenizer_folder(folder, template=None, *, has_end=True):
     """Writes a byte-level BPE of about 300 tokens, as transformers saves one."""

@@ -7,8 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.chats import (
     MARKED_TEMPLATE,
+    MERGED_TEMPLATE,
     PREFIX_TEMPLATE,
     REASONING_TEMPLATE,
+    RENAMED_TEMPLATE,
+    TOOLS_TEMPLATE,
     chat,
     make_tokenizer_folder,
     trained_text,
@@ -193,6 +196,42 @@ def test_a_template_receives_arguments_of_tool_calls_as_it_needs_them(filter_, t
     assert trained_text(rendered, tokenizers["none"]) == ['add({"a": 1, "b": 2})<|im_end|>']
 
 
+CALLED = '<call>{"name": "add", "arguments": {"a": 1, "b": 2}}</call>'
+RESULTS = [{"role": "tool", "content": "3"}, {"role": "tool", "content": "4"}]
+WITH_CALL = [*chat("add"), {"role": "assistant", "tool_calls": [CALL]}, *RESULTS, *chat("", "it is 3")[1:]]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "turns"),
+    [
+        (MERGED_TEMPLATE, TURNS, [" sat on <eos>", " and the dog <eos>"]),
+        (MERGED_TEMPLATE, TURNS[1:], [" sat on <eos>", " and the dog <eos>"]),
+        (RENAMED_TEMPLATE, TURNS[1:], ["sat on<|im_end|>\n", "and the dog<|im_end|>\n"]),
+        (TOOLS_TEMPLATE, WITH_CALL, [f"{CALLED}<|im_end|>\n", "it is 3<|im_end|>\n"]),
+        (TOOLS_TEMPLATE, WITH_CALL[:-1], [f"{CALLED}<|im_end|>\n"]),
+    ],
+    ids=["merged system", "merged without system", "renamed", "results", "result at the end"],
+)
+def test_the_turns_of_usual_templates_are_found(template, messages, turns, tokenizers):
+    tokenizer, tools = tokenizers["none"], [{"name": "add"}] if template is TOOLS_TEMPLATE else None
+
+    def trained(**options):
+        return trained_text(render_chat(messages, tokenizer, tools=tools, chat_template=template, **options), tokenizer)
+
+    assert trained() == turns
+    assert trained(train_on="last") == turns[-1:]
+    end = next(number for number, each in enumerate(messages) if each["role"] == "assistant") + 1
+    assert trained(num_prompt=end) == turns[1:]
+
+
+@pytest.mark.parametrize("template", [MERGED_TEMPLATE, RENAMED_TEMPLATE])
+def test_a_role_that_a_template_rejects_is_an_error_of_the_row(template, tokenizers):
+    messages = [*chat("a", "b"), {"role": "system", "content": "c"}, *chat("d", "e")]
+    problem = "Roles must alternate" if template is MERGED_TEMPLATE else "System role not supported"
+    with raises(DataError, "user, assistant, system", problem):
+        render_chat(messages, tokenizers["none"], chat_template=template)
+
+
 def test_another_template_replaces_the_tokenizers(tokenizers):
     messages = chat("the cat", "<think>sat</think>on", "the mat", "the dog")
     replaced = render_chat(messages, tokenizers["reasoning"], chat_template=CHATML)
@@ -255,6 +294,32 @@ def test_what_is_trained_is_what_the_assistant_writes(tokenizers, contents, is_m
     for run, content in zip(runs, contents[1::2], strict=True):
         # A token may begin with the line break before the turn.
         assert run in (content + end, f"\n{content}{end}")
+
+
+WORDS = st.text("abé日 \n", min_size=1, max_size=8).filter(str.strip)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([MERGED_TEMPLATE, RENAMED_TEMPLATE, TOOLS_TEMPLATE, PREFIX_TEMPLATE, MARKED_TEMPLATE, CHATML]),
+    st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=3),
+    st.sampled_from(["assistant", "last"]),
+)
+def test_trained_turns_are_the_answers_with_any_template(tokenizers, template, turns, train_on):
+    tokenizer = tokenizers["none"]
+    messages = chat(*(text for turn in turns for text in turn))
+    rendered = render_chat(messages, tokenizer, chat_template=template, train_on=train_on)
+    answers = [answer for _, answer in (turns if train_on == "assistant" else turns[-1:])]
+    assert len(trained_text(rendered, tokenizer)) == len(answers)
+    for run, answer in zip(trained_text(rendered, tokenizer), answers, strict=True):
+        end = {MERGED_TEMPLATE: " <eos>", MARKED_TEMPLATE: "<|im_end|>", CHATML: "<|im_end|>"}.get(template)
+        # A token may begin with the space or the line break before the turn.
+        assert run.removesuffix(end or "<|im_end|>\n").lstrip(" \n") == answer.lstrip(" \n")
+    # A turn is rendered as it is generated: what comes before it is the prompt for it.
+    prompt = render_prompt(messages[:-1], tokenizer, chat_template=template)
+    assert tokenizer.decode(rendered.ids, skip_special_tokens=False).startswith(
+        tokenizer.decode(prompt, skip_special_tokens=False)
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import yaml
 from tests.distributed.forked_launch import forget_groups, launch_well
+from tests.references import preference_cases as cases
 from tests.trainers import preference_runs as runs
 
 from trainwright import RunConfig, build_trainer, load_checkpoint
@@ -11,20 +12,6 @@ from trainwright.errors import CheckpointError
 from trainwright.trainers.reference_table import TABLE_FILE
 
 LAYOUTS = {"replicate": "runtime.mesh={}", "fsdp": "runtime.mesh={fsdp: 2}"}
-REWARD_HEAD = {"lm_head": {"type": "torch.nn:Linear", "in_features": 32, "out_features": 1, "bias": False}}
-TEXTS = {
-    "train": {"type": "json_lines", "path": "rows.jsonl"},
-    "collator": {
-        "type": "tokenize",
-        "tokenizer": "base",
-        "prompt": "prompt",
-        "completion": "chosen",
-        "drop": ["rejected"],
-    },
-    "shuffle": False,
-}
-SMALL = {"type": "llama", "vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "pretrained": None}
-TEACHER = {"type": "transformers:LlamaForCausalLM", "pretrained": "base"}
 # The trainer, the model and the data of each case.
 CASES = {
     "sigmoid": ({}, {}, {}),
@@ -32,20 +19,36 @@ CASES = {
     "precomputed": ({"precompute_reference": True}, {}, {}),
     "sigmoid-shipped": ({}, {"type": "llama"}, {}),
     "orpo": ({"loss_type": "orpo"}, {}, {}),
-    "reward": ({"type": "reward"}, {"type": "llama", "replace": REWARD_HEAD}, {}),
-    "distill": ({"type": "distill", "teacher": TEACHER, "alpha": 0.7}, SMALL, TEXTS),
+    # The losses without a case above, with accumulation.
+    "kto": ({"loss_type": "kto", "micro_batch_size": 1}, {}, {"train": {**runs.ROWS, "path": "singles.jsonl"}}),
+    "ipo": ({"loss_type": "ipo", "micro_batch_size": 1, "optimizer": {"type": "sgd", "lr": 0.02}}, {}, {}),
+    "hinge": ({"loss_type": "hinge", "micro_batch_size": 1}, {}, {}),
+    "simpo": ({"loss_type": "simpo", "beta": 2.0, "micro_batch_size": 1}, {}, {}),
+    "reward": runs.REWARD,
+    "distill": runs.DISTILL,
 }
+FSDP_ONLY = ("ipo", "hinge", "simpo")
 STEPS = 4
+RUNS = [(layout, case) for layout in LAYOUTS for case in CASES if layout == "fsdp" or case not in FSDP_ONLY]
+
+
+# kto pairs the prompts and answers of a rank, so the run of one process pairs those of each half of its batch.
+HALVES = """
+from trainwright.data.collators.preferences import Preferences
+
+
+class Halves(Preferences):
+    def _collate_unpaired(self, prompts, columns, advice):
+        answers, half = columns["completion"], len(prompts) // 2
+        others = [answers[half - 1], *answers[: half - 1], answers[-1], *answers[half:-1]]
+        paired = self._pad(prompts, others, columns["max_length"])
+        batch = super()._collate_unpaired(prompts, columns, advice)
+        return {**batch, **{f"kl_{name}": each for name, each in paired.items()}}
+"""
 
 
 def settings(folder, case):
-    trainer, model, data = CASES[case]
-    content = runs.settings(folder, steps=STEPS)
-    content["model"] |= model
-    content["data"] |= data
-    content["trainer"] |= trainer
-    if "type" in trainer:
-        del content["trainer"]["loss_type"]
+    content = runs.settings_of(folder, *CASES[case], steps=STEPS)
     content["data"]["eval"] = {"valid": dict(content["data"]["train"])}
     content["evaluation"] = {"batch_size": 10}
     content["output_dir"] = str(folder / case / "runs")
@@ -53,12 +56,11 @@ def settings(folder, case):
 
 
 def train(folder):
-    for layout, override in LAYOUTS.items():
-        for case in CASES:
-            for steps in (2, STEPS):
-                name = [f"name={layout}", f"trainer.max_steps={steps}"]
-                build_trainer(RunConfig.load(folder / f"{case}.yaml", [override, *name])).train()
-                forget_groups()
+    for layout, case in RUNS:
+        for steps in (2, STEPS):
+            overrides = [LAYOUTS[layout], f"name={layout}", f"trainer.max_steps={steps}"]
+            build_trainer(RunConfig.load(folder / f"{case}.yaml", overrides)).train()
+            forget_groups()
     reject_damaged_table(folder)
 
 
@@ -77,15 +79,17 @@ def reject_damaged_table(folder):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
     runs.prepare(folder)
+    (folder / "halves.py").write_text(HALVES)
+    cases.write_rows(folder / "singles.jsonl", cases.make_rows(paired=False))
     for case in CASES:
         (folder / f"{case}.yaml").write_text(yaml.safe_dump(settings(folder, case)))
-        build_trainer(RunConfig.load(folder / f"{case}.yaml", ["name=one"])).train()
+        overrides = ["name=one", *(["data.collator.type=halves.py:Halves"] if case == "kto" else [])]
+        build_trainer(RunConfig.load(folder / f"{case}.yaml", overrides)).train()
     launch_well(folder, 2, train)
     return folder
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "case"), RUNS)
 def test_two_ranks_train_evaluate_and_resume_as_one_process(folder, layout, case):
     expected, found = (runs.lines_of(folder / case, name) for name in ("one", layout))
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))

@@ -97,6 +97,10 @@ def test_a_folder_that_is_not_a_run_is_a_clear_error(tmp_path):
         load_checkpoint(tmp_path)
     with raises(CheckpointError):
         load_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat" / "config.yaml").touch()
+    with raises(CheckpointError, 'Did you mean "chat"?'):
+        load_checkpoint(tmp_path / "chta")
 
 
 def test_a_run_without_checkpoints_is_a_clear_error(tmp_path):

@@ -150,7 +150,9 @@ WRONG = {
     "zero": {"messages": HI, "max_completion_tokens": 0},
     "both": {"messages": HI, "max_completion_tokens": 3, "max_tokens": 3},
     "stop": {"messages": HI, "stop": [3]},
+    "number": {"messages": HI, "temperature": 10**400},
     "positions": {"messages": HI, "max_tokens": 300},
+    "limit": {"messages": HI, "max_completion_tokens": 300},
     "long": {"messages": [{"role": "user", "content": "x" * 300}]},
     "array": [1],
     "stream": {"messages": HI, "max_tokens": 300, "stream": True},
@@ -164,6 +166,10 @@ def test_an_invalid_request_is_answered_with_what_is_wrong(run, name):
     error = json.loads(content)["error"]
     assert status == 400
     assert error["type"] == "invalid_request_error"
+    fields = {"positions": "max_tokens", "stream": "max_tokens", "limit": "max_completion_tokens"}
+    if name in fields:
+        assert error["param"] == fields[name]
+        assert "max_new_tokens" not in error["message"]  # a name of ours
     check_message(error["message"])
 
 

@@ -58,6 +58,30 @@ def test_saving_does_not_count(tmp_path):
     assert line["seconds_per_step"] < 0.1
 
 
+def test_a_step_that_is_saved_before_the_first_one_of_a_process_does_not_count(tmp_path):
+    class SavingSlowly(Trainer):
+        def state_dict(self):
+            time.sleep(0.2)
+            return {}
+
+        def load_state_dict(self, state):
+            assert state == {}
+
+    class Interrupted(SavingSlowly):
+        def train_step(self, batch):
+            if self.step == 3:
+                self.interrupt("a test")
+            return super().train_step(batch)
+
+    settings = ["trainer.max_steps=8", "checkpoint.every_steps=4", "evaluation={every_steps: 4}"]
+    settings.append("data.eval={valid: {type: parts.py:Points, size: 8}}")
+    for trainer_class in (Interrupted, SavingSlowly):
+        build_trainer(load(tmp_path, *settings), trainer_class).train()
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == list(range(1, 9))
+    assert all(0 < line["seconds_per_step"] < 0.15 and line["samples_per_second"] > 0 for line in found)
+
+
 def test_a_step_that_uses_two_batches_counts_both(tmp_path):
     class Greedy(Trainer):
         def next_train_inputs(self, iterator):

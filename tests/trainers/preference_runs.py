@@ -1,6 +1,7 @@
 """Runs on the rows and the model of tests/references, which several test files use."""
 
 import json
+from copy import deepcopy
 
 import yaml
 from tests.references import preference_cases as cases
@@ -8,6 +9,27 @@ from tests.references import preference_cases as cases
 from trainwright import RunConfig
 
 TIMED = ("_per_second", "_per_step", "slowest_rank_share")
+
+ROWS = {"type": "preferences", "path": "rows.jsonl", "tokenizer": "base", "max_length": cases.MAX_LENGTH}
+
+# The trainer, the model and the data of runs on the same rows with other trainers.
+REWARD_HEAD = {"lm_head": {"type": "torch.nn:Linear", "in_features": 32, "out_features": 1, "bias": False}}
+REWARD = ({"type": "reward"}, {"type": "llama", "replace": REWARD_HEAD}, {})
+TEACHER = {"type": "transformers:LlamaForCausalLM", "pretrained": "base"}
+DISTILL = (
+    {"type": "distill", "teacher": TEACHER, "alpha": 0.7},
+    {"type": "llama", "vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "pretrained": None},
+    {
+        "train": {"type": "json_lines", "path": "rows.jsonl"},
+        "collator": {
+            "type": "tokenize",
+            "tokenizer": "base",
+            "prompt": "prompt",
+            "completion": "chosen",
+            "drop": ["rejected"],
+        },
+    },
+)
 
 
 def settings(folder, *, loss_type="sigmoid", model="transformers:LlamaForCausalLM", steps=cases.STEPS, **trainer):
@@ -20,7 +42,7 @@ def settings(folder, *, loss_type="sigmoid", model="transformers:LlamaForCausalL
         "log": {"every_steps": 1},
         "model": {"type": model, "pretrained": "base"},
         "data": {
-            "train": {"type": "preferences", "path": "rows.jsonl", "tokenizer": "base", "max_length": cases.MAX_LENGTH},
+            "train": dict(ROWS),
             "collator": {"type": "preferences", "tokenizer": "base"},
             "shuffle": False,
         },
@@ -39,6 +61,16 @@ def prepare(folder, *, paired=True, head="lm", number=cases.STEPS * cases.BATCH_
     """Writes the model and the rows into a folder."""
     cases.save_base(folder / "base", head=head)
     cases.write_rows(folder / "rows.jsonl", cases.make_rows(number, paired=paired))
+
+
+def settings_of(folder, trainer, model, data, **options):
+    """The config of a case: `trainer`, `model` and `data` are added to the sections of `settings`."""
+    content = settings(folder, **options)
+    if "type" in trainer:
+        del content["trainer"]["loss_type"]
+    for name, section in (("trainer", trainer), ("model", model), ("data", data)):
+        content[name] |= deepcopy(section)
+    return content
 
 
 def load(folder, content, *overrides):

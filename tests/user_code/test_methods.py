@@ -8,8 +8,10 @@ from tests.messages import mentions, raises
 from trainwright import CallbackHook, Every, Hook, Task, Trainer
 from trainwright.errors import ConfigError
 from trainwright.loop.hook import HOOK_EVENTS, HookCalls
+from trainwright.user_code.constructors import explain_attribute
 from trainwright.user_code.methods import (
     ALTERNATIVES,
+    ATTRIBUTES_ELSEWHERE,
     HOOK_METHODS_ELSEWHERE,
     OVERRIDE_POINTS,
     TASK_METHODS_ELSEWHERE,
@@ -53,6 +55,40 @@ def test_a_method_without_a_counterpart_raises_with_the_alternative(theirs):
 
 def test_methods_of_orbit_and_libai_are_known():
     assert {"eval_reduce", "initialize", "build_train_loader"} <= {*TRAINER_METHODS_ELSEWHERE, *ALTERNATIVES}
+
+
+def test_general_names_are_rejected_only_with_the_parameters_of_other_frameworks():
+    class Theirs(Trainer):
+        def setup(self, stage):
+            """Would never be called."""
+
+    class Logging(Trainer):
+        def log(self, logs, start_time=None):
+            """Would never be called."""
+
+    class Mine(Trainer):
+        def setup(self, path):
+            """For a script to call."""
+
+        def log(self, text):
+            """For a hook to call."""
+
+    assert mentions(trainer_rejection(Theirs), "Theirs.setup", "post_init")
+    assert mentions(trainer_rejection(Logging), "Logging.log", "train_loop_end")
+    assert reject_wrong_methods(Mine, Trainer) is None
+
+
+@pytest.mark.parametrize("theirs", ["on_train_batch_end", "on_evaluate", "on_fit_start"])
+def test_an_event_of_a_hook_in_a_trainer_is_rejected(theirs):
+    mine = type("Mine", (Trainer,), {theirs: lambda self, *given: None})
+    assert mentions(trainer_rejection(mine), f"Mine.{theirs}", f"Add a hook with {HOOK_METHODS_ELSEWHERE[theirs]}")
+
+
+def test_attributes_of_other_trainers_are_answered():
+    for name, instead in ATTRIBUTES_ELSEWHERE.items():
+        with pytest.raises(AttributeError, match=re.escape(instead)):
+            explain_attribute(object(), name)
+    assert explain_attribute(object(), "mine") is None
 
 
 def test_methods_that_a_trainer_calls_are_accepted():
@@ -140,6 +176,12 @@ def test_an_event_of_another_framework_raises_with_ours(theirs, ours):
     text = hook_rejection(hook)
     assert mentions(text, theirs, ours)
     assert text.startswith(f"{__file__}:")
+
+
+def test_setup_with_a_stage_is_an_event_of_another_framework():
+    theirs = type("Theirs", (Hook,), {"setup": lambda self, trainer, pl_module, stage: None})()
+    assert mentions(hook_rejection(theirs), "Theirs.setup", "before_train")
+    HookCalls([type("Mine", (Hook,), {"setup": lambda self, path: None})()])
 
 
 @pytest.mark.parametrize("theirs", ["after_training_epoch", "on_epoch_end", "on_train_epoch_start"])

@@ -114,7 +114,9 @@ def test_curves_of_all_runs_are_overlaid_with_their_marks(open_page, url):
 def test_axis_smoothing_log_scale_and_marks_are_switched(open_page, url):
     page = open_page(f"{url}/{select('plain')}")
     drawn(page, "loss")
-    page.locator("#smoothing").fill("8")
+    for number, text in enumerate(["off", "0.5 %", "1 %", "2 %", "4 %", "7 %", "10 %", "15 %", "25 %"]):
+        page.locator("#smoothing").fill(str(number))
+        assert page.locator("output").inner_text() == text
     assert drawn(page, "loss", "drawn.series.some((each) => each.smooth)")["series"][0]["label"] == "loss"
     page.get_by_role("button", name="checkpoints").click()
     assert drawn(page, "loss", "drawn.marks.length === 0")
@@ -191,6 +193,7 @@ def test_hover_keyboard_zoom_reset_and_legend(open_page, url):
     zoomed = drawn(page, "loss", "drawn.series[0].points < 6")
     assert 2 <= zoomed["series"][0]["points"] < 6
     page.wait_for_selector("#reset:visible")
+    assert card.locator("canvas").bounding_box() == box  # the plot stays below the pointer
     card.locator("canvas").dblclick()
     drawn(page, "loss", "drawn.series[0].points === 12")
     page.mouse.move(0, 0)
@@ -226,6 +229,7 @@ def test_media_settings_log_and_facts_are_shown(open_page, url):
     assert page.locator(".log .WARNING").count() >= 1
     page.click("#tab-about")
     page.wait_for_selector("text=Environment")
+    assert all(row.bounding_box()["height"] < 40 for row in page.locator(".card:has-text('Checkpoints') tr").all())
     assert "step 3" in page.locator(".alert").inner_text()
     assert "58 parameters" in page.locator("main").inner_text()
     page.keyboard.press("Tab")
@@ -260,6 +264,87 @@ def test_the_page_fits_in_both_themes_and_widths(open_page, url, width, scheme):
         page.click("#menu")
         page.locator(".run button.title", has_text="plain").click()
         assert not page.locator("#list").is_visible()
+
+
+@pytest.fixture
+def odd_runs(tmp_path):
+    """Runs with no line, a NaN, hundreds of metrics, long names. Request it first: its server must end last."""
+    config = "trainer: {max_steps: 1000}\ndata: {eval: {valid: {type: digits}}}\n"
+    group = f"sweep/{'long-' * 20}"
+    for name in ("empty", "diverged", "wide", f"{group}1", f"{group}2"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(config)
+    steps = range(10, 210, 10)
+    many = {f"layer_{number}/norm": number for number in range(300)}
+    flat = ({"step": step, "loss": -1 - step, "large": 1e6 + step / 1e4, **many} for step in steps)
+    write_lines(tmp_path / "wide" / "metrics.json", *flat)
+    write_lines(tmp_path / "diverged" / "metrics.json", *({"step": step, "loss": None} for step in steps))
+    for number in (1, 2):
+        write_lines(tmp_path / f"{group}{number}" / "metrics.json", *({"step": step, "loss": 0.5} for step in steps))
+    with serving(tmp_path) as send:
+        yield f"http://127.0.0.1:{send.port}"
+
+
+def test_each_state_is_one_line_of_the_list(odd_runs, open_page):
+    page = open_page(odd_runs)
+    page.wait_for_selector(".state.empty")
+    assert all(state.bounding_box()["height"] < 30 for state in page.locator(".state").all())
+
+
+def test_a_loss_that_is_not_finite_is_named_where_it_is_looked_for(odd_runs, open_page):
+    page = open_page(f"{odd_runs}/{select('diverged')}")
+    drawn(page, "loss", "canvas.getAttribute('aria-label').includes('no value')")
+    assert plot(page, "loss").locator(".value").inner_text() == "not finite"
+    assert "loss not finite" in page.locator(".run", has_text="diverged").inner_text()
+    assert page.locator(".alarm").count() == 2
+    assert page.evaluate("[...plots.values()][0].plot.reasonForNothing()") == "no finite value"
+
+
+def test_a_log_scale_says_that_it_cannot_show_negative_values(odd_runs, open_page):
+    page = open_page(f"{odd_runs}/{select('wide')}&log=1&metrics=loss")
+    page.wait_for_function("() => [...plots.values()][0]?.curves")
+    assert page.evaluate("[...plots.values()][0].plot.reasonForNothing()").startswith("no value above zero")
+
+
+def test_ticks_of_values_that_are_close_together_differ(odd_runs, open_page):
+    page = open_page(odd_runs)
+    texts = "([ticks, unit]) => tickTexts(ticks, unit === 'bytes' ? bytesText : numberText)"
+    for ticks, unit in (
+        ([100.001, 100.0015, 100.002], None),
+        ([1.0052e-28, 1.0056e-28], None),
+        ([1_000_000.5, 1_000_001.0], None),
+        ([475_301_000, 475_302_000], "bytes"),
+    ):
+        found = page.evaluate(texts, [ticks, unit])
+        assert len(set(found)) == len(ticks), found
+    assert page.evaluate(texts, [[0.1, 0.2], None]) == ["0.1", "0.2"]
+
+
+def test_metrics_are_filtered_by_words_of_their_names(odd_runs, open_page):
+    page = open_page(f"{odd_runs}/{select('wide')}")
+    drawn(page, "loss")
+    page.get_by_label("Filter metrics").fill("NORM _12")
+    page.wait_for_function("() => document.querySelectorAll('section.plot').length === 11")  # 12 and 120 to 129
+    assert len(drawn(page, "layer_125/norm")["series"]) == 1
+    page.reload()
+    page.wait_for_function("() => document.querySelectorAll('section.plot').length === 11")
+    page.get_by_label("Filter metrics").fill("accuracy")
+    page.wait_for_selector("text=None of the 302 metrics")
+    page.get_by_label("Filter metrics").fill("")
+    drawn(page, "loss")
+
+
+def test_long_names_of_runs_can_be_told_apart(odd_runs, open_page):
+    names = [f"sweep/{'long-' * 20}{number}" for number in (1, 2)]
+    page = open_page(f"{odd_runs}/{select(*names)}")
+    drawn(page, "loss", "drawn.series.length === 2")
+    titles = page.locator(".run.selected .title").all_inner_texts()
+    assert sorted(title[-1] for title in titles) == ["1", "2"]
+    plot(page, "loss").locator("canvas").hover(position={"x": 300, "y": 100})
+    shown = plot(page, "loss").locator(".readout .name")
+    assert sorted(each[-1] for each in shown.all_inner_texts()) == ["1", "2"]
+    for each in (*shown.all(), *page.locator(".run.selected .title").all()):
+        assert each.evaluate("(name) => name.scrollWidth <= name.clientWidth + 1")
 
 
 def test_a_running_run_is_followed(open_page, tmp_path, runs):

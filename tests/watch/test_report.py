@@ -71,6 +71,17 @@ def test_the_report_of_100_000_steps_is_small(tmp_path):
     assert curve["x"][-1] == 100_000
 
 
+def test_of_too_many_curves_losses_and_evaluations_are_kept(tmp_path):
+    layers = {f"layer_{number}/norm": 1.0 for number in range(200)}
+    write_lines(tmp_path / "metrics.json", *({"step": step, **layers, "loss": 2.0, "lr": 0.1} for step in (1, 2)))
+    write_lines(tmp_path / "metrics.json", {"step": 2, "valid/loss": 1.0, "valid/accuracy": 0.5})
+    html = write_report(tmp_path).read_text()
+    curves = data_of(html)["curves"]
+    assert len(curves) == 150
+    assert {"loss", "lr", "valid/loss", "valid/accuracy", "layer_0/norm"} <= curves.keys()
+    assert "150 of 204 curves" in html
+
+
 def test_names_and_texts_of_others_are_text(tmp_path):
     html = write_report(write_hostile_run(tmp_path)).read_text()
     assert "<img src=x" not in html
@@ -84,6 +95,7 @@ def test_the_markdown_has_metrics_settings_and_environment(runs):
     first, _, facts, *_ = done.stdout.splitlines()
     assert first == "### `group/broken`: finished, step 12 of 12"
     assert "1 restart, 1 anomaly" in facts
+    assert re.search(r", \d+:\d\d of training,", facts)
     row = next(line for line in done.stdout.splitlines() if line.startswith("| `valid/loss` |"))
     assert re.fullmatch(r"\| `valid/loss` \| [\d.]+ \| [\d.]+ at \d+ \| [▁▂▃▄▅▆▇█]+ \|", row)
     assert "| `trainer.optimizer.lr` | `0.01` |" in done.stdout

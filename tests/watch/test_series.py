@@ -161,6 +161,15 @@ def test_a_sample_is_spread_over_the_file(path):
     assert len(file.curve("loss").steps) == 20_000
 
 
+def test_a_sample_has_lines_that_are_longer_than_a_block_of_it(path):
+    many = {f"metric {number}": 0.123456789 for number in range(500)}
+    path.write_text(lines_of(*({"step": step, "loss": 1.0, **many} for step in range(1, 101))))
+    file = MetricsFile(path)
+    file.sample(10)
+    assert len(file.curve("loss").steps) >= 10
+    assert file.curve("loss").steps[-1] == 100
+
+
 def test_a_long_file_is_read_in_blocks(path):
     path.write_text(lines_of(*({"step": step, "loss": 1.0} for step in range(1, 2001))))
     file = MetricsFile(path)

@@ -1,5 +1,6 @@
 """`trainwright train` in a terminal: the panel, the live line, what user code prints, Ctrl-C and resizing."""
 
+import json
 import math
 import os
 import re
@@ -13,10 +14,22 @@ import pytest
 from tests.forked_program import run_command
 from tests.terminals import Terminal, command
 
+from trainwright import RunConfig, build_trainer
+from trainwright import progress as progress_module
 from trainwright.errors import HANG_EXIT_CODE
 from trainwright.progress import BottomRows, progress, sparkline
 from trainwright.writers.curves import decimate
 
+PACKED = """
+model: {type: llama, vocab_size: 260, hidden_size: 16, num_layers: 1, num_heads: 2, max_positions: 32}
+data:
+  train: {type: pack, length: 32, source: {type: json_lines, path: texts.jsonl}, tokenizer: bytes}
+  eval: {valid: {type: pack, length: 32, source: {type: json_lines, path: texts.jsonl}, tokenizer: bytes}}
+trainer: {type: language_model, global_batch_size: 2, optimizer: {type: adamw, lr: 1e-3}}
+checkpoint: {every_steps: 2}
+writers: [json]
+runtime: {device: cpu, mode: graph}
+"""
 RUN = Path(__file__).parents[1] / "project" / "run.yaml"
 HOOKS = """
 import os, time
@@ -261,6 +274,29 @@ def test_a_new_process_shows_that_it_imports_torch(project):
     assert terminal.wait() == 0
     assert "Importing torch  " not in terminal.shown()
     assert "Finished at step 2." in terminal.all_text()
+
+
+def test_each_kind_of_long_work_of_a_run_has_a_bar(tmp_path, monkeypatch):
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "a b c " * 9}) + "\n" for _ in range(40)))
+    path = tmp_path / "run.yaml"
+    path.write_text(PACKED)
+    began = []
+    begin = progress_module._Status.begin
+
+    def record(status, phase):
+        began.append(phase.what)
+        begin(status, phase)
+
+    monkeypatch.setattr(progress_module._Status, "begin", record)
+    monkeypatch.chdir(tmp_path)
+    for steps in (2, 3):
+        build_trainer(RunConfig.load(path, [f"trainer.max_steps={steps}"])).train()
+    expected = (
+        "Building the model, Building the data, Building the trainer, Tokenizing to pack, Packing documents into rows, "
+    )
+    expected += "Compiling and starting, Evaluating valid, Saving a checkpoint, Verifying a checkpoint, "
+    expected += "Loading the checkpoint"
+    assert set(expected.split(", ")) <= set(began)
 
 
 def test_short_work_leaves_nothing(capfd):

@@ -52,7 +52,16 @@ _registered: dict[str, Experiment] = {}
 
 
 def experiment(name: str) -> Callable[[Function], Function]:
-    """Registers a function without arguments that returns a RunConfig or a dict of settings."""
+    """Registers a function without arguments that returns a RunConfig or a dict of settings.
+
+    `load_experiment(name)` and `trainwright train --experiment name` find it.
+
+    >>> @experiment("small")
+    ... def small():
+    ...     return {"model": {"type": "llama", "preset": "tiny"}, "trainer": {"max_steps": 100}}
+    >>> load_experiment("small", overrides=["trainer.max_steps=50"]).trainer.max_steps
+    50
+    """
     if not isinstance(name, str) or not name:
         shown = getattr(name, "__name__", "mine")
         raise ConfigError(
@@ -88,9 +97,12 @@ def load_experiment(
 ) -> RunConfig:
     """Returns the config of an experiment, with the files merged into it in order, and then the overrides.
 
-    An override is `a.b=value`, or a YAML mapping that is merged like a file. `imports` names the modules or files that
-    define experiments; the default is `experiments/` and `experiments.py` in the current directory. Experiments that
-    the program defines are always known.
+    Args:
+        name: The name that the function was registered with.
+        config_files: YAML files.
+        overrides: Settings, as `a.b=value` or as a YAML mapping that is merged like a file.
+        imports: The modules or files that define experiments. Default: `experiments/` and `experiments.py` in the
+            current directory. Experiments that the program defines are always known.
     """
     shorten_tracebacks()
     _import(list(imports))

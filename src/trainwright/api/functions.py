@@ -29,12 +29,15 @@ from trainwright.api.train_arguments import (
 from trainwright.build.run import build_trainer
 from trainwright.config import Origin, RunConfig
 from trainwright.config.component import type_of
+from trainwright.config.elsewhere import advice_elsewhere
+from trainwright.config.problems import suggest
+from trainwright.config.sections import TrainerSection
 from trainwright.errors import ConfigError, shorten_tracebacks
 from trainwright.log import run_log, show_log_unless_configured
 from trainwright.loop.hook import Hook
 from trainwright.loop.task import Task
 from trainwright.loop.trainer import Builder, Trainer
-from trainwright.user_code.locations import caller
+from trainwright.user_code.locations import caller, location_of, parameters_of
 from trainwright.user_code.signatures import reject_wrong_call
 
 Forward = Callable[[torch.nn.Module, Any], Any]
@@ -101,38 +104,51 @@ def train(
     fresh: bool = False,
     accept_changes: bool = False,
 ) -> Trainer:
-    """Trains a model on a dataset and returns the trainer, which has the model, the step, the curves and the storage.
+    """Trains a model on a dataset and returns the trainer.
 
-    Calling `train` again resumes the run of that name. A component is a name ("lion"), a mapping with `type` and
-    arguments ({"type": "lion", "lr": 1e-4}), a `Component`, a class, or a `functools.partial` of a class.
+    Calling `train` again resumes the run of that name. A component is a name (`"lion"`), a mapping with `type` and
+    arguments (`{"type": "lion", "lr": 1e-4}`), a `Component`, a class, or a `functools.partial` of a class.
 
-    model           the module to train, on any device; it is moved and trained in place
-    data            the training dataset: samples by index, or a stream
-    forward         `forward(model, batch)` returns a loss, (loss, metrics), or a mapping with `loss`; default: the
-                    model is called with the batch, `model(**batch)`
-    eval_data       a dataset, or several by name; default: no evaluation
-    collator        a function from a list of samples to a batch; default: stacks tensors
-    sampler         the order of the samples: a component, or a torch Sampler; default: shuffled by the seed
-    hooks           objects with events such as `after_step`
-    metrics         metrics of the evaluation: a name, or a mapping from names to components or objects with
-                    `update` and `compute`
-    max_steps       the number of updates
-    max_epochs      the number of passes over the data; the first limit that is reached ends the run
-    batch_size      samples per update, over all ranks
-    optimizer       a component, or an optimizer of this model's parameters; default: adamw
-    lr              the learning rate, unless `optimizer` has its own; default: 1e-3 if the optimizer has no default
-    schedule        the learning-rate schedule, a component; default: constant
-    device          "cpu", "cuda", "tpu", or a torch.device; default: the fastest one
-    precision       "fp32", "bf16", "fp16", "fp8", or the dtype; default: "auto", bf16 on GPUs and fp32 on CPUs
-    name            the run folder is runs/NAME
-    overrides       any other setting, as on the command line: ["evaluation.every_steps=50"]
-    fresh           starts over; the earlier run is kept in runs/NAME.old
-    accept_changes  continues although code or settings that affect the result differ from those of the saved run
+    Args:
+        model: The module to train, on any device. It is moved and trained in place.
+        data: The training dataset: samples by index, or a stream.
+        forward: `forward(model, batch)` returns a loss, `(loss, metrics)`, or a mapping with `loss`. Default: the
+            model is called with the batch, `model(**batch)`.
+        eval_data: A dataset, or several by name. Default: no evaluation.
+        collator: A function from a list of samples to a batch. Default: stacks tensors.
+        sampler: The order of the samples: a component, or a torch Sampler. Default: shuffled by the seed.
+        hooks: Objects with events such as `after_step`.
+        metrics: Metrics of the evaluation: a name, or a mapping from names to components or objects with `update` and
+            `compute`.
+        max_steps: The number of updates.
+        max_epochs: The number of passes over the data. The first limit that is reached ends the run.
+        batch_size: Samples per update, over all ranks.
+        optimizer: A component, or an optimizer of this model's parameters. Default: `adamw`.
+        lr: The learning rate, unless `optimizer` has its own. Default: that of the optimizer, or 1e-3.
+        schedule: The learning-rate schedule, a component. Default: constant.
+        device: `"cpu"`, `"cuda"`, `"tpu"`, or a `torch.device`. Default: the fastest one.
+        precision: `"fp32"`, `"bf16"`, `"fp16"`, `"fp8"`, or the dtype. Default: bf16 on GPUs, fp32 on CPUs.
+        name: The run folder is `runs/NAME`.
+        overrides: Any other setting, as on the command line: `["evaluation.every_steps=50"]`.
+        fresh: Starts over. The earlier run is kept in `runs/NAME.old`.
+        accept_changes: Continues although code or settings that affect the result differ from those of the saved run.
+
+    Returns:
+        The trainer, which has the model, the step, the curves and the storage.
+
+    >>> data = [{"x": torch.randn(8), "labels": torch.tensor(index % 4)} for index in range(64)]
+    >>> model = torch.nn.Linear(8, 4)
+    >>> def forward(model, batch):
+    ...     return torch.nn.functional.cross_entropy(model(batch["x"]), batch["labels"])
+    >>> trainer = train(model, data, forward=forward, max_epochs=2, batch_size=16)
+    >>> trainer.step, trainer.epoch
+    (8, 1)
     """
     shorten_tracebacks()
     with errors_name_arguments(overrides, has_optimizer=optimizer is not None):
         if forward is not None:
             reject_wrong_call(forward, ("model", "batch"), role="forward")
+            _reject_batch_first(forward)
         if collator is not None:
             reject_wrong_call(collator, ("samples",), role="collator")
         _reject_wrong_parts(model, optimizer, lr=lr, schedule=schedule)
@@ -251,11 +267,30 @@ def _config_of(settings: Mapping[str, Any], overrides: Sequence[str]) -> RunConf
             "use run_experiment(config, trainer=MyTrainer).",
             where=config.origin("trainer.type"),
         )
+    for key in config.trainer.options:
+        if key != CODE:
+            advice = advice_elsewhere(key) or suggest(key, TrainerSection.model_fields)
+            raise ConfigError(
+                f"trainer.{key}: has no effect, because only a trainer of your own has options. {advice}",
+                where=config.origin(f"trainer.{key}"),
+            )
     return config
 
 
 def _given_only(values: Mapping[str, Any]) -> dict[str, Any]:
     return {argument: given(argument, value) for argument, value in values.items() if value is not None}
+
+
+def _reject_batch_first(forward: Forward) -> None:
+    """Raises for a function of (batch, batch_idx) or (batch, model), which would get the model as its batch."""
+    name = next(iter(parameters_of(forward) or ()), None)
+    if name in ("batch", "inputs"):
+        raise ConfigError(
+            f"forward is called with the model first, but its first parameter is named {name}. Let it accept (model, "
+            "batch); for a training_step(batch, batch_idx) pass forward=lambda model, batch: "
+            "model.training_step(batch, 0).",
+            where=location_of(forward),
+        )
 
 
 def _reject_wrong_parts(model: Any, optimizer: Any, *, lr: float | None, schedule: Any) -> None:

@@ -80,23 +80,33 @@ def run_experiment(
     timeout_seconds: float | None = None,
     keeps_folder: bool = True,
 ) -> tuple[torch.nn.Module, dict[str, float]]:
-    """Runs an experiment and returns (model, evaluation logs). Running it again resumes the run.
+    """Runs an experiment and returns `(model, evaluation logs)`. Running it again resumes the run.
 
-    train                 trains without evaluation
-    eval                  evaluates the checkpoint `step` ("latest", "best" or a number) without training; settings may
-                          have changed
-    train_and_eval        evaluates as configured, and at the end
-    train_and_post_eval   evaluates once, at the end
-    continuous_eval       evaluates each new checkpoint of a run that another process trains, until that run has ended;
-                          `timeout_seconds` limits the wait for a checkpoint; None: no limit
+    | mode | what it does |
+    |---|---|
+    | `train` | trains without evaluation |
+    | `eval` | evaluates the checkpoint `step` without training; settings may have changed |
+    | `train_and_eval` | evaluates as configured, and at the end |
+    | `train_and_post_eval` | evaluates once, at the end |
+    | `continuous_eval` | evaluates each new checkpoint of a run that another process trains, until that run has ended |
 
-    `weights` selects the weights of a checkpoint for `eval` and `continuous_eval`: "ema" (averaged), "raw" (trained),
-    or None for those that the run evaluates with.
+    Args:
+        config: The settings of the run.
+        mode: One of the modes above.
+        model_dir: Replaces `output_dir/name`.
+        trainer: A class that replaces the config's, or the result of `build_trainer` with this config.
+        task: Replaces the config's. The run's config.yaml records `trainer` and `task`.
+        fresh: Starts over; an earlier run of that name is moved aside.
+        accept_changes: Continues although settings that affect the math differ.
+        step: The checkpoint for `eval`: "latest", "best" or a number.
+        weights: The weights of a checkpoint for `eval` and `continuous_eval`: "ema" (averaged), "raw" (trained), or
+            None for those that the run evaluates with.
+        poll_seconds: How often `continuous_eval` looks for a checkpoint.
+        timeout_seconds: How long `continuous_eval` waits for one; None: no limit.
+        keeps_folder: False if the caller deletes the run folder: then the log does not refer to it at the end.
 
-    `model_dir` replaces output_dir/name. `trainer` is a class that replaces the config's, or the result of
-    `build_trainer` with this config; `task` replaces the config's. The run's config.yaml records both. An interrupted
-    run raises `Interrupted`. With `keeps_folder` False the log does not refer to the run folder at the end: the caller
-    deletes it.
+    Raises:
+        Interrupted: The run was interrupted and has saved its step.
     """
     shorten_tracebacks()
     reject_untrusted(config)

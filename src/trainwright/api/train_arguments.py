@@ -9,6 +9,7 @@ rows, does not resume unnoticed.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -162,6 +163,14 @@ def metric_arguments(metrics: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         metrics = {metrics["type"]: metrics}  # one component
     objects = {name: each for name, each in metrics.items() if _is_metric(each)}
     example = '{"accuracy": {"type": "accuracy"}}'
+    for name, each in metrics.items():
+        if inspect.isroutine(each):  # such as a compute_metrics, which gets all predictions
+            raise ConfigError(
+                f"metrics[{name!r}]: a function is not a metric. Give an object with update(outputs, labels), "
+                f"compute() and reset(), or a component, such as {example}; a result of all predictions at once is "
+                "Task.aggregate_logs.",
+                where=caller(),
+            )
     return {
         name: component(f"metrics[{name!r}]", each, example=example)
         for name, each in metrics.items()

@@ -817,19 +817,22 @@ def training_main(
 ) -> torch.nn.Module:
     """Trains a model with the flags of `get_args` and returns it. Calling it again resumes the run.
 
-    `model_cls`: a model, or a class, which is called with `args` if its first parameter has that name.
-    `forward_step_function(data_iterator, model, args, timers)` returns a loss, or (loss, {name: metric}), and calls
-    `next(data_iterator)` once, which returns one micro-batch on the device. A metric is one number, or one per
-    sample; a metric called loss is ignored.
-    `create_dataset_function(path, args)` returns the dataset of a path of --train-data, --valid-data or --test-data.
-    `handle_metrics_function({name: tensor over all samples})` returns the final metrics of an evaluation. A metric
-    that is one number per batch is repeated for each sample.
-    `init_function(args, model)` changes the model once before training.
-    `collate_fn(samples)` returns a batch; the default stacks samples that are dicts or tuples.
-    `forward_step_eval` replaces the forward step in evaluations.
-
     The functions receive `args` unchanged. On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C the process saves its step and
     exits.
+
+    Args:
+        args: The Namespace of `get_args`, or of a parser with `add_training_args`.
+        model_cls: A model, or a class, which is called with `args` if its first parameter has that name.
+        forward_step_function: `f(data_iterator, model, args, timers)` returns a loss, or `(loss, {name: metric})`, and
+            calls `next(data_iterator)` once, which returns one micro-batch on the device. A metric is one number, or
+            one per sample; a metric called loss is ignored.
+        create_dataset_function: `f(path, args)` returns the dataset of a path of `--train-data`, `--valid-data` or
+            `--test-data`.
+        handle_metrics_function: `f({name: tensor over all samples})` returns the final metrics of an evaluation. A
+            metric that is one number per batch is repeated for each sample.
+        init_function: `f(args, model)` changes the model once before training.
+        collate_fn: `f(samples)` returns a batch; the default stacks samples that are dicts or tuples.
+        forward_step_eval: Replaces the forward step in evaluations.
     """
     given = locals()
     for role, arguments in _ARGUMENTS.items():

@@ -18,7 +18,9 @@ AllAgree = Callable[[bool], bool]
 
 
 class Benchmark:
-    """Derive from this class, and name it in the run file: `evaluation.benchmarks: [{type: file.py:MyBenchmark}]`.
+    """Samples, a model's results for them, and the metrics of a result. An evaluation runs it like a dataset.
+
+    Derive from this class, and name it in the run file: `evaluation.benchmarks: [{type: file.py:MyBenchmark}]`.
 
     The settings are the constructor's parameters. A constructor does not read files.
     """

@@ -62,7 +62,8 @@ from trainwright.parallel.processes import facts_of
 from trainwright.progress import progress
 from trainwright.registry import resolve as registry
 from trainwright.registry.trust import MODEL_SECTIONS, reject_untrusted
-from trainwright.user_code.locations import is_user_code
+from trainwright.user_code.locations import caller, is_user_code
+from trainwright.user_code.methods import check_model_methods
 from trainwright.writers.json_lines import cut_back
 
 logger = logging.getLogger(__name__)
@@ -176,10 +177,19 @@ def build_trainer(
 ) -> Trainer:
     """Builds a trainer that is ready to `train()`: at step 0, or at the newest checkpoint of the run folder.
 
-    `fresh` renames the folder of an earlier run; `accept_changes` continues even if settings that affect the math
-    differ; without `evaluates` the evaluation sets are not used. `trainer_class` replaces the config's class;
-    config.yaml does not change, and environment.json names the class.
+    Args:
+        config: The settings of the run.
+        trainer_class: Replaces the config's class; config.yaml does not change, and environment.json names the class.
+        fresh: Renames the folder of an earlier run of that name.
+        accept_changes: Continues even if settings that affect the math differ.
+        evaluates: If False, the evaluation sets are not used.
     """
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"build_trainer: the config is a {type(config).__name__}. Pass RunConfig.load(FILE), or "
+            "RunConfig.from_dict(settings).",
+            where=caller(),
+        )
     with run_log() as open_logs:
         trainer = _build_trainer(config, trainer_class, fresh=fresh, accept_changes=accept_changes, evaluates=evaluates)
         if not trainer.is_finished:  # a finished run changes nothing, including its log
@@ -360,10 +370,19 @@ def build_component(
 ) -> Any:
     """Builds the object of one section without a trainer: `build_component(config, "data.train")`.
 
-    `config` is a config or the path of its file. `section` is the dotted name of a component: data.train,
-    data.eval.valid, data.collator, model, task, trainer.optimizer, hooks.0, … An optimizer needs the `model` whose
-    parameters it updates. Datasets are processed and split as in the run, and models have its initial weights; the
-    caller's generators are not changed. Methods of a trainer or a task that replace a section are not called.
+    Datasets are processed and split as in the run, and models have its initial weights; the caller's generators are not
+    changed. Methods of a trainer or a task that replace a section are not called.
+
+    Args:
+        config: A config, or the path of its file.
+        section: The dotted name of a component: `data.train`, `data.eval.valid`, `data.collator`, `model`, `task`,
+            `trainer.optimizer`, `hooks.0`, …
+        model: The model whose parameters an optimizer updates; other sections do not need it.
+
+    >>> from trainwright import RunConfig
+    >>> config = RunConfig.from_dict({"model": {"type": "llama", "preset": "tiny"}})
+    >>> type(build_component(config, "model")).__name__
+    'Llama'
     """
     if not isinstance(config, RunConfig):
         config = RunConfig.load(config)
@@ -418,65 +437,74 @@ def assemble(
     task = trainer_class.build_task(build)
     build.take_task(task)
     options, parts = build.options(), dict(trainer_class.build_parts(build))
+    makes_batches = may_make_batches(trainer_class, config)
+    # Before the model, which may take minutes to read.
+    batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training, makes_batches=makes_batches)
     parallelized, frozen = _build_models(trainer_class, task, build, backend, ranks, for_training=for_training)
     build.fp8_layers = parallelized.fp8
+    if for_training:
+        inherits = [getattr(trainer_class, name) is getattr(Trainer, name) for name in ("forward", "train_step")]
+        calls_model = all(inherits) and type(task).forward is Task.forward
+        check_model_methods(parallelized.model, calls_model=calls_model)
     config = build.config
-    makes_batches = may_make_batches(trainer_class, config)
-    batch = _batch_of(config, ranks.mesh.num_data_ranks, for_training=for_training, makes_batches=makes_batches)
-    collator = build.name_fields(trainer_class.build_collator(build), trainer_class, parallelized.model)
-    dataset = trainer_class.build_train_data(build) if for_training else None
-    if makes_batches and dataset is not None:
-        makes_batches, batch = False, resolve_batch(config, ranks.mesh.num_data_ranks)
-    loaders = Loaders(config, batch, collator, ranks, folder)
-    train_data, max_steps = None, 0
-    if for_training:
-        sampler = None if makes_batches else trainer_class.build_sampler(build, dataset)
-        train_data, max_steps = loaders.for_training(dataset, sampler, makes_batches=makes_batches)
-        config = build.config = _resolved(config, batch, max_steps)
-    eval_sets = trainer_class.build_eval_data(build)
-    eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
-    test = build.test_data()
-    if not evaluates:
-        eval_data, test = {}, None
-    benchmarks = build.benchmarks(parallelized.model) if evaluates else []
-    optimizers = _by_name(trainer_class.build_optimizers(build, parallelized.model), ranks.mesh) if for_training else {}
-    heartbeat, capture = Heartbeat(), Capture()
-    updater = _updater(config, parallelized, optimizers, build, batch, max_steps, heartbeat, capture)
-    context = TrainerContext(
-        backend=backend,
-        ranks=ranks,
-        batch_plan=batch,
-        max_steps=max_steps,
-        updater=updater,
-        storage=EventStorage(max_steps=max_steps or None, keeps_media=ranks.mesh.is_first_of_stage),
-        hooks=trainer_class.build_hooks(build),
-        writers=trainer_class.build_writers(build) if for_training else [],
-        folder=folder,
-        store=open_store(checkpoints_location(folder, config)),
-        heartbeat=heartbeat,
-        capture=capture,
-        metrics=build.metrics(task, backend.device),
-        loss=build.loss(backend.device),
-        test_data=None if test is None else loaders.for_evaluation("test", test),
-        benchmarks={each.name: each for each in benchmarks},
-        base=_base_weights(parallelized.model, build, trainer_class, folder),
-        recipes=build.recipes,
-        freeze_rules=build.freeze_rules(),
-        options=options,
-        parts=parts,
-        frozen_models=frozen,
-    )
-    if for_training:
-        build.reject_unused()
-    trainer = trainer_class(
-        config=config,
-        task=task,
-        model=parallelized.model,
-        optimizer=optimizers,
-        train_dataset=train_data,
-        validation_dataset=eval_data,
-        context=context,
-    )
+    with progress("Building the data"):
+        collator = build.name_fields(trainer_class.build_collator(build), trainer_class, parallelized.model)
+        dataset = trainer_class.build_train_data(build) if for_training else None
+        if makes_batches and dataset is not None:
+            makes_batches, batch = False, resolve_batch(config, ranks.mesh.num_data_ranks)
+        loaders = Loaders(config, batch, collator, ranks, folder)
+        train_data, max_steps = None, 0
+        if for_training:
+            sampler = None if makes_batches else trainer_class.build_sampler(build, dataset)
+            train_data, max_steps = loaders.for_training(dataset, sampler, makes_batches=makes_batches)
+            config = build.config = _resolved(config, batch, max_steps)
+        eval_sets = trainer_class.build_eval_data(build)
+        eval_data = {name: loaders.for_evaluation(name, each) for name, each in eval_sets.items()}
+        test = build.test_data()
+        if not evaluates:
+            eval_data, test = {}, None
+        benchmarks = build.benchmarks(parallelized.model) if evaluates else []
+    with progress("Building the trainer"):
+        optimizers = (
+            _by_name(trainer_class.build_optimizers(build, parallelized.model), ranks.mesh) if for_training else {}
+        )
+        heartbeat, capture = Heartbeat(), Capture()
+        updater = _updater(config, parallelized, optimizers, build, batch, max_steps, heartbeat, capture)
+        context = TrainerContext(
+            backend=backend,
+            ranks=ranks,
+            batch_plan=batch,
+            max_steps=max_steps,
+            updater=updater,
+            storage=EventStorage(max_steps=max_steps or None, keeps_media=ranks.mesh.is_first_of_stage),
+            hooks=trainer_class.build_hooks(build),
+            writers=trainer_class.build_writers(build) if for_training else [],
+            folder=folder,
+            store=open_store(checkpoints_location(folder, config)),
+            heartbeat=heartbeat,
+            capture=capture,
+            metrics=build.metrics(task, backend.device),
+            loss=build.loss(backend.device),
+            test_data=None if test is None else loaders.for_evaluation("test", test),
+            benchmarks={each.name: each for each in benchmarks},
+            base=_base_weights(parallelized.model, build, trainer_class, folder),
+            recipes=build.recipes,
+            freeze_rules=build.freeze_rules(),
+            options=options,
+            parts=parts,
+            frozen_models=frozen,
+        )
+        if for_training:
+            build.reject_unused()
+        trainer = trainer_class(
+            config=config,
+            task=task,
+            model=parallelized.model,
+            optimizer=optimizers,
+            train_dataset=train_data,
+            validation_dataset=eval_data,
+            context=context,
+        )
     # From here on, ranks draw different random numbers.
     _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.mesh.data_rank))
     return trainer, build

@@ -20,6 +20,7 @@ from trainwright.checkpoint.folder_lock import OLD, set_aside
 from trainwright.checkpoint.listing import CHECKPOINTS, checkpoints_location, list_checkpoints
 from trainwright.checkpoint.manifest import STEP_NAME
 from trainwright.config import RunConfig
+from trainwright.config.problems import did_you_mean
 from trainwright.config.yaml_text import absolute
 from trainwright.errors import CheckpointError, ConfigError
 
@@ -229,9 +230,12 @@ def find_run(run_or_checkpoint: Path, *, where: object | None = None) -> tuple[P
     step = STEP_NAME.fullmatch(path.name)
     if step and path.is_dir() and (path.parent.parent / CONFIG_FILE).exists():
         return path.parent.parent, int(step[1])
-    why = f"it has no {CONFIG_FILE}" if path.exists() else "it does not exist"
+    why, hint = f"it has no {CONFIG_FILE}", ""
+    if not path.exists():
+        others = [each.parent.name for each in path.parent.glob(f"*/{CONFIG_FILE}")]
+        why, hint = "it does not exist", did_you_mean(path.name, others)
     raise CheckpointError(
-        f"{run_or_checkpoint} is not a run folder: {why}. Use a folder such as runs/NAME, "
+        f"{run_or_checkpoint} is not a run folder: {why}.{hint} Use a folder such as runs/NAME, "
         "or one of its checkpoints/step-….",
         where=where,
     )

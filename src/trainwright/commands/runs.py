@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.cells import cell_len
 
 from trainwright.commands.terminal import MISSING, AsJson, age_text, show_rows
 from trainwright.config.problems import suggest
@@ -26,7 +28,9 @@ from trainwright.safe_text import json_text, safe
 from trainwright.watch.listing import METRICS_FILE, RunSummary, find_runs, lines_from_end, open_regular, summarize
 
 _CURVE_COLUMNS = 16
-_NUM_PARTS, _PART_BYTES = 32, 4096  # the parts of a large metrics.json from which its curve is drawn
+_NUM_PARTS, _PART_BYTES = 32, 4096  # the parts of a large metrics.json from which its curve is drawn, or two lines each
+_MAX_LINE = 2**20
+_NAME_COLUMNS = 24  # of a terminal; columns that leave less for the names of runs are omitted
 _NUM_LAST_LINES = 1000  # the end of the file in which the last value of a metric is searched
 
 
@@ -76,10 +80,27 @@ def runs(
     else:
         now = time.time()
         header = ("run", "state", "step", "saved", shown, "curve", "best", "last write")
-        show_rows(header, [_row(run, now, shown) for run in found])
+        _show(header, [_row(run, now, shown) for run in found])
     for run in found:
         for problem in run.summary.problems:
             print(safe(f"warning: {run.summary.name}: {problem}"), file=sys.stderr)
+
+
+def _show(header: Sequence[str], rows: list[tuple[str, ...]]) -> None:
+    """Prints the list. A narrow terminal lacks some columns, and wraps long names."""
+    columns = list(zip(header, *rows, strict=True))
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - min(_NAME_COLUMNS, _width(columns[0]))
+        for name in ("saved", "best", "curve"):
+            if sum(_width(column) for column in columns[1:]) <= room:
+                break
+            columns = [column for column in columns if column[0] != name]
+    shown, *rows = zip(*columns, strict=True)
+    show_rows(shown, rows, wrapped=shown[:1])
+
+
+def _width(column: Sequence[str]) -> int:
+    return max(map(cell_len, column)) + 2
 
 
 def _sorted(found: Sequence[_Listed], sort: str, *, reverse: bool) -> list[_Listed]:
@@ -117,11 +138,12 @@ def _sampled_values(folder: Path, metric: str) -> list[float]:
     lines: list[bytes] = []
     try:
         with open_regular(folder / METRICS_FILE) as file:
+            part_bytes = max(_PART_BYTES, 2 * len(file.readline(_MAX_LINE)))
             size = file.seek(0, os.SEEK_END)
             num_parts = 1 if size <= _NUM_PARTS * _PART_BYTES else _NUM_PARTS
             for number in range(num_parts):
                 file.seek(size * number // num_parts)
-                lines += file.read(size if num_parts == 1 else _PART_BYTES).splitlines()
+                lines += file.read(size if num_parts == 1 else part_bytes).splitlines()
     except OSError:
         return []
     values: list[float] = []

@@ -132,6 +132,8 @@ def _show_result(settings: SweepConfig, result: SweepResult) -> None:
     if result.importances:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in result.importances.items())
         print(f"Importance of the parameters (PED-ANOVA): {shares}")
+    elif len(settings.parameters) > 1 and complete:
+        print(f"Importance of the parameters: needs four complete trials with different values of {settings.metric}.")
     if result.best is not None:
         best = result.best
         print(f"Best: {best.name}, {settings.metric} {_number(best.value)}: {settings.folder / best.name}")

@@ -26,6 +26,10 @@ class Component(Frozen[Any]):
 
     `Component("adamw", lr=1e-3)`, or with a real class: `Component(AdamW, lr=1e-3)`. In YAML it is a mapping
     with `type`, or the bare type (`console` is `{type: console}`).
+
+    >>> optimizer = Component("adamw", lr=1e-3)
+    >>> optimizer.type, optimizer.lr, optimizer["lr"]
+    ('adamw', 0.001, 0.001)
     """
 
     __slots__ = ("_origin",)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
+from trainwright.config.elsewhere import advice_elsewhere
 from trainwright.config.yaml_text import KeyPath, Origin
 from trainwright.errors import ConfigError
 
@@ -137,7 +138,11 @@ def _explain_one(details: ErrorDetails, root: type[BaseModel]) -> Problem:
     if kind == "rejected":
         return Problem(path, details["msg"])
     if kind == "extra_forbidden":
-        return Problem(path, f"there is no such setting. {suggest(str(path[-1]), _known_keys(path[:-1], root))}")
+        # A name such as `strategy` is clear beside the sections only.
+        advice = advice_elsewhere(str(path[-1]), is_own=len(path) > 1) or suggest(
+            str(path[-1]), _known_keys(path[:-1], root)
+        )
+        return Problem(path, f"there is no such setting. {advice}")
     if kind == "missing":
         return Problem(path, f"is missing. Add it; got {describe(value)}.")
     if kind not in _EXPECTED:

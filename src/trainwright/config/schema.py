@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from trainwright.config import yaml_text
 from trainwright.config.component import Component, ModelSection
+from trainwright.config.elsewhere import advice_elsewhere
 from trainwright.config.files import (
     ConfigDocument,
     group_reader,
@@ -33,8 +34,6 @@ from trainwright.config.required import reject_missing
 from trainwright.config.sections import (
     BENCHMARK_NAME,
     BUILT_IN_TRAINERS,
-    OPTIONS_ELSEWHERE,
-    TRAINER_KEYS_ELSEWHERE,
     AnomaliesSection,
     CheckpointSection,
     Components,
@@ -95,7 +94,14 @@ FolderName: TypeAlias = Annotated[str, BeforeValidator(_folder_name)]
 
 
 class RunConfig(Section):
-    """All settings of a run, validated and read-only, with the origin of each."""
+    """All settings of a run, validated and read-only, with the origin of each.
+
+    `==` compares settings. Sections and the arguments of components read as attributes.
+
+    >>> config = RunConfig.from_dict({"model": {"type": "llama", "preset": "tiny"}}, overrides=["trainer.max_steps=10"])
+    >>> config.model.preset, config.trainer.max_steps
+    ('tiny', 10)
+    """
 
     name: FolderName = "run"
     """The run's folder is output_dir/name. Default: the YAML file's name without .yaml."""
@@ -298,9 +304,9 @@ def _check_trainer_keys(trainer: Any) -> list[Problem]:
     problems = [] if options is None else check_options(options, trainer)
     for key in (key for key in trainer if key not in known):
         match = nearest(key, known, cutoff=_MISSPELLING)
-        elsewhere = TRAINER_KEYS_ELSEWHERE.get(key) or (OPTIONS_ELSEWHERE.get(key) if is_built_in else None)
+        elsewhere = advice_elsewhere(key, is_own=not is_built_in)
         if elsewhere is not None:
-            problems.append(Problem(("trainer", key), f"has no effect here. Set {elsewhere}."))
+            problems.append(Problem(("trainer", key), f"has no effect here. {elsewhere}"))
         elif is_built_in:
             text = f"there is no such setting. {suggest(key, known)} Only a custom trainer has further options."
             problems.append(Problem(("trainer", key), text))

@@ -275,60 +275,6 @@ BUILT_IN_TRAINERS = (
 )
 
 
-TRAINER_KEYS_ELSEWHERE: Mapping[str, str] = {
-    "learning_rate": "trainer.optimizer.lr",
-    "adam_beta1": "trainer.optimizer.betas",
-    "adam_beta2": "trainer.optimizer.betas",
-    "adam_epsilon": "trainer.optimizer.eps",
-    "optim": "trainer.optimizer.type",
-    "lr_scheduler_type": "trainer.schedule.type",
-    "lr_scheduler_kwargs": "trainer.schedule",
-    "num_train_epochs": "trainer.max_epochs",
-    "num_epochs": "trainer.max_epochs",
-    "epochs": "trainer.max_epochs",
-    "train_batch_size": "trainer.global_batch_size",
-    "batch_size": "trainer.global_batch_size",
-    "per_device_train_batch_size": "trainer.micro_batch_size",
-    "per_device_eval_batch_size": "evaluation.batch_size",
-    "eval_batch_size": "evaluation.batch_size",
-    "accumulate_grad_batches": "trainer.gradient_accumulation_steps",
-    "gradient_clip_val": "trainer.max_grad_norm",
-    "label_smoothing_factor": "trainer.loss, such as {type: cross_entropy, label_smoothing: 0.1}",
-    "logging_steps": "log.every_steps",
-    "log_every_n_steps": "log.every_steps",
-    "save_steps": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep_last",
-    "load_best_model_at_end": "checkpoint.keep_best",
-    "metric_for_best_model": "checkpoint.keep_best.metric",
-    "greater_is_better": "checkpoint.keep_best.mode",
-    "eval_steps": "evaluation.every_steps",
-    "val_check_interval": "evaluation.every_steps",
-    "limit_val_batches": "evaluation.max_batches",
-    "dataloader_num_workers": "data.num_workers",
-    "dataloader_pin_memory": "data.loader.pin_memory",
-    "dataloader_prefetch_factor": "data.loader.prefetch_factor",
-    "group_by_length": "data.group_by_length",
-    "fp16": "runtime.precision: fp16",
-    "bf16": "runtime.precision: bf16",
-    "torch_compile": "runtime.mode: compile",
-    "gradient_checkpointing": "model.activation_checkpointing",
-    "report_to": "writers",
-    "run_name": "name",
-    "output_dir": "output_dir, next to trainer",
-}
-"""Options of Hugging Face's and Lightning's trainers, and the settings of the same meaning. They are rejected as
-options of a custom trainer too, because nothing would read them."""
-OPTIONS_ELSEWHERE: Mapping[str, str] = {
-    "lr": "trainer.optimizer.lr",
-    "weight_decay": "trainer.optimizer.weight_decay",
-    "warmup_steps": "trainer.schedule.warmup_steps",
-    "warmup_ratio": "trainer.schedule.warmup_steps",
-    "momentum": "trainer.optimizer.momentum",
-    "label_smoothing": "trainer.loss, such as {type: cross_entropy, label_smoothing: 0.1}",
-}
-"""Further options, which a custom trainer may define."""
-
-
 class TrainerSection(Section):
     """How the model is updated. Further keys are options of the trainer."""
 

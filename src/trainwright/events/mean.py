@@ -17,17 +17,21 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mean:
-    """The mean `total / count`, stored as its two parts.
+    """The mean `total / count`, stored as its two parts, so that means of unequal batches add up exactly.
 
-    `total` is a sum: a tensor (with a gradient if it is a loss) or a number. `count` is the number of summed elements
-    (tokens, samples): a number, or a tensor if only the device has it.
+    A loss or a metric that is a Mean is weighted by its count: over micro-batches, ranks and the log window. A plain
+    scalar is weighted by its number of samples.
 
     >>> Mean(6.0, 3).value
     2.0
+    >>> (Mean(6.0, 3) + Mean(4.0, 1)).value
+    2.5
     """
 
     total: torch.Tensor | float
+    """A sum: a tensor (with a gradient if it is a loss) or a number."""
     count: torch.Tensor | float
+    """The number of summed elements (tokens, samples): a number, or a tensor if only the device has it."""
 
     @property
     def value(self) -> torch.Tensor | float:

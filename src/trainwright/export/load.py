@@ -176,12 +176,15 @@ def load_checkpoint(
 ) -> torch.nn.Module:
     """Returns the model of a run at a step, in evaluation mode.
 
-    `run_or_folder` is a run folder or one of its checkpoints; `step` is "latest", "best" (according to the run's
-    keep_best) or a number. `model` receives the weights in place; by default the model is built as the config
-    defines it. `weights` is "ema" (averaged), "raw" (trained), or None for those that the run's evaluations use.
-    `device` is by default the CPU, or the device of `model`. `strict=False` accepts missing and unexpected weights and
-    logs them. `trust=True` imports the code of a foreign run folder; its built-in components always load, and with
-    `model` no code of the folder is imported.
+    Args:
+        run_or_folder: A run folder, or one of its checkpoints.
+        step: "latest", "best" (according to the run's `checkpoint.keep_best`) or a number.
+        model: Receives the weights in place. By default the model is built as the config defines it.
+        weights: "ema" (averaged), "raw" (trained), or None for those that the run's evaluations use.
+        device: Default: the CPU, or the device of `model`.
+        strict: False accepts missing and unexpected weights and logs them.
+        trust: True imports the code of a foreign run folder. Its built-in components always load, and with `model` no
+        code of the folder is imported.
     """
     target = None if device is None and model is not None else checked_device("cpu" if device is None else device)
     folder, named_step = find_source(Path(run_or_folder))

@@ -28,7 +28,7 @@ from trainwright.errors import ConfigError, DataError, TrainwrightError
 from trainwright.export.chat import ChatFormat
 from trainwright.export.text import Continuation, seeded_generator
 from trainwright.http_access import check_access, is_loopback, is_token, listen
-from trainwright.models.generation import Sampling
+from trainwright.models.generation import Sampling, room_after
 from trainwright.safe_text import safe
 
 logger = logging.getLogger(__name__)
@@ -148,6 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         is_chat = self.path == "/v1/chat/completions"
         request = read_request(self._read_body(), is_chat=is_chat, model=self.served.name)
         with closing(_continue(self.served, request)) as made:
+            _check_room(self.served, request, made)
             answer = Answer(made, request, model=self.served.name)
             if request.stream:
                 self._stream(answer.events())
@@ -215,6 +216,8 @@ class Request:
     prompt: str | list[int] | None
     options: dict[str, Any]
     """Arguments of `Continuation`."""
+    length_field: str
+    """The field that gives `max_new_tokens`."""
     seed: int | None
     stream: bool
     include_usage: bool
@@ -282,6 +285,7 @@ def read_request(body: Any, *, is_chat: bool, model: str) -> Request:
         messages=_read_messages(given["messages"]) if is_chat else None,
         prompt=None if is_chat else _read_prompt(given["prompt"]),
         options=_read_options(given),
+        length_field=_length_field(given),
         seed=_read(given, "seed", int, "a whole number", None),
         stream=_read(given, "stream", bool, "true or false", False),
         include_usage=_read(stream_options, "include_usage", bool, "true or false", False),
@@ -309,7 +313,7 @@ def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of `Continuation`, with the defaults of OpenAI's API."""
     if "max_tokens" in given and "max_completion_tokens" in given:
         raise RequestError("max_tokens and max_completion_tokens are the same. Remove one.", field="max_tokens")
-    name = "max_tokens" if "max_tokens" in given else "max_completion_tokens"
+    name = _length_field(given)
     max_new_tokens = _read(given, name, int, "a whole number", None)
     if max_new_tokens is not None and max_new_tokens < 1:
         raise RequestError(f"{name} is {max_new_tokens}. Use at least 1.", field=name)
@@ -330,13 +334,18 @@ def _read_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "max_new_tokens": max_new_tokens, "stop_texts": stop}
 
 
+def _length_field(given: Mapping[str, Any]) -> str:
+    return "max_tokens" if "max_tokens" in given else "max_completion_tokens"
+
+
 def _read(given: Mapping[str, Any], name: str, kind: type[Any], wanted: str, default: Any) -> Any:
     """Returns a field of a type; whole numbers are numbers, but true and false are not."""
     if name not in given or given[name] is None:
         return default
     value = given[name]
     if kind is float and type(value) is int:
-        value = float(value)
+        with suppress(OverflowError):
+            value = float(value)
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise RequestError(f"{name} is {json.dumps(given[name]):.100}. Use {wanted}.", field=name)
     return value
@@ -350,6 +359,18 @@ def _continue(served: ServedModel, request: Request) -> Continuation:
         return served.format.answer(served.model, request.messages, **options)
     assert request.prompt is not None
     return Continuation(served.model, served.format.tokenizer, request.prompt, **options)
+
+
+def _check_room(served: ServedModel, request: Request, made: Continuation) -> None:
+    """Rejects more tokens than the model has positions for after the prompt."""
+    num_prompt, wanted = len(made.prompt), request.options["max_new_tokens"]
+    room = room_after(served.model, num_prompt)  # 0 for a prompt that is too long, which the generation reports
+    if room and wanted is not None and wanted > room:
+        raise RequestError(
+            f"{request.length_field} is {wanted}, but after the {num_prompt} tokens of the prompt the model has "
+            f"positions for {room}. Use fewer, or remove it.",
+            field=request.length_field,
+        )
 
 
 class Answer:

@@ -73,9 +73,14 @@ class TimeSteps(Hook):
             self._worked = worked
 
     def _read_clock(self) -> float:
-        """Returns the time, excluding finished evaluations and saves."""
+        """Returns the time, excluding evaluations and saves, including the current one.
+
+        A resumed run may have evaluated and saved a step before its first one.
+        """
         heartbeat = self.trainer.heartbeat
-        return time.perf_counter() - heartbeat.seconds_in("evaluate") - heartbeat.seconds_in("save")
+        phase, _, since = heartbeat.current
+        pause = time.monotonic() - since if phase in ("evaluate", "save") else 0.0
+        return time.perf_counter() - pause - heartbeat.seconds_in("evaluate") - heartbeat.seconds_in("save")
 
     def _count_tokens(self, input_ids: Any, mask: Any) -> torch.Tensor | int | None:
         """Returns the tokens of a step, assuming the same number on every data rank; counts padding on the device."""

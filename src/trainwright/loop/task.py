@@ -32,7 +32,7 @@ class Task:
         raise AssertionError("called only if overridden")
 
     def forward(self, model: torch.nn.Module, batch: Any) -> Any:
-        """Runs the model on a micro-batch; see loop/outputs.py for what may be returned.
+        """Runs the model on a micro-batch; see `Trainer.forward` for what may be returned.
 
         A model whose forward does not accept `labels` is called without them; its `criterion` receives them.
         """

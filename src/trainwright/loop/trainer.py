@@ -100,7 +100,12 @@ from trainwright.parallel.collectives import Ranks
 from trainwright.parallel.mesh import is_split
 from trainwright.parallel.replicate import copy_from_first
 from trainwright.progress import progress
-from trainwright.user_code.constructors import check_constructed, reject_missing_context, reject_unknown_arguments
+from trainwright.user_code.constructors import (
+    check_constructed,
+    explain_attribute,
+    reject_missing_context,
+    reject_unknown_arguments,
+)
 from trainwright.user_code.locations import is_user_code, location_of
 from trainwright.user_code.signatures import reject_mismatch
 from trainwright.watch.report import write_final_report
@@ -235,19 +240,25 @@ class TrainIterator(Iterator[Any]):
 class Trainer:
     """Trains a model; `build_trainer(config, MyTrainer)` constructs one.
 
-    before_train
-    while step < max_steps:
-        before_epoch           if a new epoch begins
-        before_step
-        batch  = next_train_inputs(iterator)
-        result = train_step(batch)
-        step  += 1
-        after_step
-        evaluate if due        (eval_begin, next_eval_inputs, eval_step, eval_end; after_eval)
-        after_epoch            if an epoch ended
-        write if due           (train_loop_end; train_loop_begin)
-        save if due            (after_save)
-    after_train; close
+    Override the methods that differ: `forward` for the loss, `train_step` for the update, `next_train_inputs` for the
+    batch, `eval_step` for the evaluation, the `build_*` methods for the construction. This is the loop:
+
+        before_train
+        while step < max_steps:
+            before_epoch           if a new epoch begins
+            before_step
+            batch  = next_train_inputs(iterator)
+            result = train_step(batch)
+            step  += 1
+            after_step
+            evaluate if due        (eval_begin, next_eval_inputs, eval_step, eval_end; after_eval)
+            after_epoch            if an epoch ended
+            write if due           (train_loop_end; train_loop_begin)
+            save if due            (after_save)
+        after_train; close
+
+    A subclass with a constructor of its own passes `**rest` on unread: it carries what a trainer needs besides its
+    named arguments.
     """
 
     known_eval_names: ClassVar[tuple[str, ...]] = ("loss",)
@@ -373,7 +384,14 @@ class Trainer:
         def __getattr__(self, name: str) -> Any:
             if not torch.compiler.is_compiling():  # Python's own error would not be part of a graph
                 check_constructed(self, name)
+                explain_attribute(self, name)
             return object.__getattribute__(self, name)  # raises Python's own error
+
+    def _reject_should_stop(self, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__}.should_stop has no effect. Call stop(reason), which ends the run.")
+
+    should_stop = property(None, _reject_should_stop)
+    """Lightning's attribute to stop a run; assigning it raises, because it would have no effect."""
 
     # Construction: `build` provides the defaults; return another object to change them.
 
@@ -649,7 +667,13 @@ class Trainer:
     # One update.
 
     def forward(self, **batch: Any) -> Any:
-        """Returns the loss of a micro-batch, or (loss, metrics); see loop/outputs.py for the other forms."""
+        """Returns the loss of a micro-batch; its arguments are the keys of the batch.
+
+        It may return the loss (a tensor or a `Mean`), `(loss, metrics)`, a mapping with `loss`, or an object with
+        `.loss`. Metrics are numbers, one-element tensors or Means by name, and are averaged over the log window. Where
+        the loss is None, `trainer.loss` or the model's `criterion` computes it from the outputs and the labels.
+        Evaluations call it too, without gradients.
+        """
         return self.read_outputs(self.task.forward(self.model, batch), batch)
 
     def read_outputs(self, outputs: Any, batch: Any) -> Any:
@@ -663,7 +687,15 @@ class Trainer:
         """Adds metrics to the result of a forward; overridden by trainers that measure the outputs."""
 
     def train_step(self, batch: Any) -> StepResult:
-        """Makes one update from one batch."""
+        """Makes one update from one batch.
+
+        An override begins an update, propagates losses and applies it:
+
+            update = self.begin_update()
+            for micro_batch in self.micro_batches(batch):
+                update.backward(self.run_forward(micro_batch))
+            return update.apply()
+        """
         update = self.begin_update()
         pipeline = self._updater.pipeline
         if pipeline is not None:

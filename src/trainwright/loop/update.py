@@ -140,9 +140,13 @@ class StepResult(NamedTuple):
     """The result of one update. `loss` and `grad_norm` stay on the device; reading them waits for it."""
 
     loss: torch.Tensor
+    """The mean over all ranks, detached."""
     metrics: dict[str, Any]
+    """The metrics of the step by name; a step may add others."""
     grad_norm: torch.Tensor
+    """The norm of all gradients before clipping."""
     lr: float
+    """The learning rate that was used; with several optimizers `metrics` has `lr/NAME`."""
 
 
 class ScheduledOptimizer:
@@ -171,6 +175,11 @@ class ScheduledOptimizer:
     def read_groups(self, base_rates: Sequence[float] = ()) -> None:
         """Reads the base rates of groups that were added; `base_rates` are those of a checkpoint."""
         groups = self.optimizer.param_groups
+        if any(group["lr"] is None for group in groups):
+            raise ConfigError(
+                f"{type(self.optimizer).__name__} has no learning rate (lr is None). Set lr; Adafactor of transformers "
+                "also needs relative_step: false and scale_parameter: false."
+            )
         known = [*self.base_rates, *base_rates[len(self.base_rates) :]][: len(groups)]
         self.base_rates = [*known, *(float(group["lr"]) for group in groups[len(known) :])]
         self._factor = None
@@ -329,6 +338,8 @@ class Updater:
         """The number of the current update, starting at 1."""
         self.is_judged = False
         """True once the loss of this step has been checked. A step may have several updates."""
+        self.checks_gradients = True
+        """True until the first update, which checks that `forward` computes and clears no gradients itself."""
         self.rates: dict[str, float] = {}
         self.after_replay: set[str] = set()
         """The optimizers that cannot be captured; in graph mode they step after each replay."""
@@ -604,6 +615,15 @@ class _OwnedParameters:
         return gradients
 
 
+def _explain_freed_graph(error: RuntimeError) -> None:
+    """Raises a clear error if the graph of the loss was freed by an earlier backward; ignores other errors."""
+    if "backward through the graph a second time" in str(error):
+        raise TrainwrightError(
+            "The graph of the loss is freed: forward has called backward(), or uses a tensor that an earlier step has "
+            "kept with its graph. Return the loss, which the update differentiates, and keep tensors with .detach()."
+        ) from error
+
+
 class Update:
     """One update in progress: any number of `backward`, then one `apply`."""
 
@@ -631,6 +651,12 @@ class Update:
         """True once a backward has stepped the parameters (`trainer.optimizer_in_backward`)."""
         self._is_skipped: torch.Tensor | bool = False
         """True if those steps change nothing, because no label counts."""
+        is_plain = updater.sync is None and updater.pipeline is None and updater.backward_steps is None
+        self._checks_gradients = updater.checks_gradients and is_plain and num_backwards is not None
+        """True in the first update, unless the step is the user's own, which may do with gradients what it wants."""
+        self._had_gradients = False
+        """True if there were gradients after the last backward."""
+        updater.checks_gradients = False
 
     def backward(
         self, result: ForwardResult | Loss | tuple[Loss, Mapping[str, Any]], num_samples: int | None = None
@@ -658,10 +684,37 @@ class Update:
                 trace.enter_part("backward")
             if updater.ranks.size > 1:
                 self._begin_backward()
+            if self._checks_gradients:
+                self._check_gradients()
             with self._around_backward():
-                scaled.backward()  # type: ignore[no-untyped-call]
+                try:
+                    scaled.backward()  # type: ignore[no-untyped-call]
+                except RuntimeError as error:
+                    _explain_freed_graph(error)
+                    raise
+            if self._checks_gradients:
+                self._had_gradients = self._has_gradients()
             if trace is not None:
                 trace.leave_part()
+
+    def _check_gradients(self) -> None:
+        """Raises if `forward` has written or cleared gradients: the result would be wrong without an error."""
+        if self._has_gradients() == self._had_gradients:
+            return
+        if self._had_gradients:
+            raise TrainwrightError(
+                "The gradients of the earlier micro-batches of this update are gone: forward has cleared them. Remove "
+                "zero_grad() from it: each update begins with cleared gradients."
+            )
+        raise TrainwrightError(
+            "The parameters have gradients before the update has computed any: forward has called backward(). Return "
+            "the loss instead, which the update differentiates, or use torch.autograd.grad for a gradient that is part "
+            "of the loss."
+        )
+
+    def _has_gradients(self) -> bool:
+        groups = [group for entry in self._updater.optimizers.values() for group in entry.optimizer.param_groups]
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
     def _around_backward(self) -> AbstractContextManager[None]:
         """Returns the context of a backward, which steps parameters with `trainer.optimizer_in_backward`."""

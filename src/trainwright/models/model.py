@@ -359,7 +359,13 @@ def check_type(model_class: type[Model], config: Mapping[str, Any]) -> None:
 
 
 class AutoModel:
-    """Selects a shipped class by a model's config.json, and returns an object of that class."""
+    """Selects a shipped class by a model's config.json, and returns an object of that class.
+
+    >>> from trainwright.models.bert import Bert
+    >>> folder = Bert.from_preset("tiny").save_pretrained("tiny_bert")
+    >>> type(AutoModel.from_pretrained(folder)).__name__
+    'Bert'
+    """
 
     def __init__(self) -> None:
         raise ConfigError(

@@ -49,7 +49,21 @@ _other_projects: dict[str, tuple[dict[str, ModuleType], dict[str, dict[str, Call
 
 
 def register(kind: str, name: str) -> Callable[[Target], Target]:
-    """Register a class or function under a short name: `@register("optimizer", "lion")`."""
+    """Register a class or function under a short name, which settings can then use as `type`.
+
+    The module must be imported before the run is built: name it in `imports`, or install it as a plugin.
+
+    Args:
+        kind: `trainer`, `model`, `optimizer`, `schedule`, `loss`, `dataset`, `collator`, `sampler`, `metric`,
+            `benchmark`, `reward`, `hook`, `writer`, `task`, `tokenizer` or `transform`.
+        name: The short name. One that another class or function has raises.
+
+    >>> from trainwright import Hook
+    >>> @register("hook", "say_hello")
+    ... class SayHello(Hook):
+    ...     def before_train(self):
+    ...         print("Hello.")
+    """
     _check_kind(kind)
 
     def decorate(target: Target) -> Target:

@@ -43,7 +43,8 @@ class DPOTrainer(Trainer):
 
     Logs rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen and logps/rejected, like
     TRL. All losses are means over samples, exact for any micro-batches and ranks; orpo adds a mean over tokens and kto
-    uses one KL estimate, both over the whole batch of the update.
+    uses one KL estimate, both over the whole batch of the update; the answers of that estimate are exchanged within a
+    rank.
     """
 
     known_eval_names: ClassVar[tuple[str, ...]] = (

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.user_code.locations import is_user_code
+from trainwright.user_code.methods import ATTRIBUTES_ELSEWHERE
 
 _ARGUMENTS = ("config", "task", "model", "optimizer", "train_dataset", "validation_dataset", "context")
 """What `build_trainer` passes, by keyword; the last one reaches Trainer's own constructor through `**rest`."""
@@ -62,6 +63,13 @@ def check_constructed(trainer: object, attribute: str) -> None:
             f"{_SUPER_CALL} first.",
             where=where,
         )
+
+
+def explain_attribute(trainer: object, attribute: str) -> None:
+    """Raises an AttributeError with advice for attributes that trainers have in other frameworks."""
+    instead = ATTRIBUTES_ELSEWHERE.get(attribute)
+    if instead is not None:
+        raise AttributeError(f"'{type(trainer).__name__}' object has no attribute '{attribute}'. {instead}.")
 
 
 def _constructor_of(trainer_class: type) -> tuple[str, str, str | None]:

@@ -44,7 +44,7 @@ class RunSummary:
     step: int | None
     max_steps: int | None
     saved_step: int | None
-    """The newest checkpoint, from which the run would resume."""
+    """The newest checkpoint in the run folder, from which the run would resume."""
     loss: float | None
     best: str
     last_write: float | None
@@ -78,6 +78,8 @@ class RunPlan:
     best_metric: str | None = None
     """`checkpoint.keep_best.metric`."""
     best_mode: Literal["min", "max"] = "min"
+    has_own_checkpoints: bool = True
+    """False if `checkpoint.folder` is set: the checkpoints are elsewhere, and are not listed."""
     problem: str | None = None
     """The reason why the settings cannot be read."""
 
@@ -89,7 +91,8 @@ def read_plan(path: Path) -> RunPlan:
     except TrainwrightError as error:
         return RunPlan(problem=f"its settings cannot be read: {error}")
     best = config.checkpoint.keep_best
-    plan = RunPlan(config.trainer.max_steps, config.log.every_steps)
+    is_own = config.checkpoint.folder is None
+    plan = RunPlan(config.trainer.max_steps, config.log.every_steps, has_own_checkpoints=is_own)
     return plan if best is None else replace(plan, best_metric=best.metric, best_mode=best.mode)
 
 
@@ -118,12 +121,15 @@ def summarize_files(
         state = DAMAGED
     elif saved_step is not None and plan.max_steps is not None and _has_ended(path, saved_step, plan.max_steps):
         state = FINISHED if saved_step >= plan.max_steps else STOPPED
+    elif not plan.has_own_checkpoints and plan.max_steps is not None and (last_step or 0) >= plan.max_steps:
+        state = FINISHED
     else:
         age = (time.time() if now is None else now) - (last_write or 0.0)
         period = (plan.log_every_steps or 0) * (seconds_per_step or 0.0)
         has_started = saved_step is not None or last_step is not None or (path / LOG_FILE).exists()
         is_quiet = age > max(_QUIET_SECONDS, 3 * period) or not has_started
-        state = (RESUMABLE if saved_step is not None else EMPTY) if is_quiet else RUNNING
+        is_resumable = saved_step is not None or (last_step is not None and not plan.has_own_checkpoints)
+        state = (RESUMABLE if is_resumable else EMPTY) if is_quiet else RUNNING
     best = None
     if plan.best_metric is not None:
         best = best_step(metrics, metric=plan.best_metric, mode=plan.best_mode)

@@ -19,7 +19,7 @@ from typing import Any
 from trainwright.config import RunConfig
 from trainwright.progress import clock_text, sparkline
 from trainwright.safe_text import flat_settings, json_text, safe
-from trainwright.watch.listing import FINISHED, METRICS_FILE, RUNNING
+from trainwright.watch.listing import EMPTY, FINISHED, METRICS_FILE, RUNNING
 from trainwright.watch.run_reader import SYSTEM_PREFIX, RunReader
 from trainwright.watch.series import curve_json
 from trainwright.writers.curves import curve_svg
@@ -31,6 +31,7 @@ REPORT_FILE = "report.html"
 _CURVE_BYTES = 400_000
 """The size of all curves; a point takes about 16 bytes, and the smooth curve half as much again."""
 _MAX_CURVES = 150
+_FIRST = ("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "mfu", "system/device_memory")
 _SMOOTHING = 0.02
 _IMAGE_BYTES = 200_000  # of all images, before base64
 _MAX_SAMPLES = 12  # images, histograms and texts each
@@ -95,6 +96,7 @@ class _Facts:
         has_ended = run.step is not None and run.max_steps is not None and run.step >= run.max_steps
         # A run without checkpoints counts as running for a while after its end.
         state = FINISHED if has_ended and run.state == RUNNING else run.state.rstrip("?")
+        state = "no checkpoint" if state == EMPTY else state
         return f"{state}, {step}{of}"
 
     def metrics(self) -> list[tuple[str, str, str]]:
@@ -122,7 +124,7 @@ def render_markdown(run: RunReader) -> str:
     if facts.best_step is not None:
         notes.append(f"best checkpoint: step {facts.best_step:,}")
     if facts.seconds is not None:
-        notes.append(clock_text(facts.seconds))
+        notes.append(f"{clock_text(facts.seconds)} of training")
     if facts.model:
         notes.append(f"{_code(facts.model['class'])}, {facts.model['num_parameters']:,} parameters")
     if facts.num_restarts:
@@ -165,7 +167,9 @@ def render_html(run: RunReader) -> str:
             f'<span class="faint">{_text(facts.headline)}</span></header>',
             _tiles(facts),
             _section("Anomalies", "".join(f'<p class="alert">{_text(_anomaly(each))}</p>' for each in run.anomalies())),
-            '<div id="tools" class="tools above"></div><div id="plots"></div>',
+            '<div id="tools" class="tools above"></div>',
+            _left_out(facts),
+            '<div id="plots"></div>',
             f"<noscript>{_static_curves(run, facts)}</noscript>",
             _samples(run),
             '<div class="columns">',
@@ -180,8 +184,17 @@ def render_html(run: RunReader) -> str:
     )
 
 
+def _shown_curves(facts: _Facts) -> list[dict[str, Any]]:
+    """Returns the curves that the report has room for: losses and evaluation metrics, then the first others."""
+    names: list[dict[str, Any]] = facts.described["names"]
+    first = sorted(names, key=lambda each: each["mode"] is None and each["name"] not in _FIRST)[:_MAX_CURVES]
+    kept = {each["name"] for each in first}
+    return [each for each in names if each["name"] in kept]
+
+
 def _curves_json(facts: _Facts) -> str:
-    names = [each["name"] for each in facts.described["names"]][:_MAX_CURVES]
+    shown = _shown_curves(facts)
+    names = [each["name"] for each in shown]
     known = {safe(name): name for name in facts.run.names()}
     # Short curves leave space for long ones.
     counts = sorted(len(facts.run.curve(known[name]).steps) for name in names)
@@ -192,8 +205,15 @@ def _curves_json(facts: _Facts) -> str:
     curves = ",".join(
         f"{json_text(name)}:{curve_json(facts.run.curve(known[name]), points, smoothing=_SMOOTHING)}" for name in names
     )
-    described = {**facts.described, "names": facts.described["names"][:_MAX_CURVES]}
+    described = {**facts.described, "names": shown}
     return f'{{"name":{json_text(facts.run.name)},"described":{json_text(described)},"curves":{{{curves}}}}}'
+
+
+def _left_out(facts: _Facts) -> str:
+    number = len(facts.described["names"])
+    if number <= _MAX_CURVES:
+        return ""
+    return f'<p class="faint">{_MAX_CURVES} of {number:,} curves; <code>trainwright watch</code> shows all.</p>'
 
 
 def _static_curves(run: RunReader, facts: _Facts) -> str:
@@ -272,7 +292,8 @@ def _checkpoints(run: RunReader, facts: _Facts) -> str:
     for each in run.checkpoints().intact[-_MAX_ROWS:]:
         values = ", ".join(f"{name} {_number_text(value)}" for name, value in list(each.metrics.items())[:4])
         mark = " ★ best" if each.step == facts.best_step else ""
-        rows.append((f"{each.step:,}{mark}", values, f"{each.size / 1e6:,.1f} MB"))
+        size = f"{each.size / 1e3:,.1f} kB" if each.size < 1e6 else f"{each.size / 1e6:,.1f} MB"
+        rows.append((f"{each.step:,}{mark}", values, size))
     return _table(("step", "metrics", "size"), rows)
 
 

@@ -146,13 +146,15 @@ class RunReader:
         if not settings:
             return RunPlan(problem=f"{CONFIG_FILE} cannot be read")
         trainer, log = _section(settings, "trainer"), _section(settings, "log")
-        best = _section(_section(settings, "checkpoint"), "keep_best")
+        checkpoint = _section(settings, "checkpoint")
+        best = _section(checkpoint, "keep_best")
         metric = best.get("metric")
         return RunPlan(
             max_steps=_whole(trainer.get("max_steps")),
             log_every_steps=_whole(log.get("every_steps")),
             best_metric=metric if isinstance(metric, str) else None,
             best_mode="max" if best.get("mode") == "max" else "min",
+            has_own_checkpoints=checkpoint.get("folder") is None,
         )
 
     # Settings and facts.

@@ -31,7 +31,7 @@ _MAX_TEXTS = 100  # the newest per name
 _MAX_TEXT = 20_000  # characters
 _TAIL = 64  # bytes before the position, which are compared to detect another file with the same inode
 _NUMBERS = {int, float, type(None)}
-_SAMPLE_BYTES = 4096
+_SAMPLE_BYTES = 4096  # at each place of a sample, or two lines
 _MAX_STEP = 2**53  # larger integers are not exact as floats
 
 
@@ -195,13 +195,14 @@ class MetricsFile:
             lines = []
             try:
                 with open_regular(self.path) as file:
+                    length = max(_SAMPLE_BYTES, 2 * len(file.readline(BLOCK)) + _TAIL)
                     size = file.seek(0, 2)
                     for number in range(num_lines):
                         file.seek(max(number * size // num_lines, 0))
-                        parts = file.read(_SAMPLE_BYTES).split(b"\n")
+                        parts = file.read(length).split(b"\n")
                         whole = parts[0 if number == 0 else 1 : -1]
                         lines += whole[:1]
-                    file.seek(max(size - _SAMPLE_BYTES, 0))
+                    file.seek(max(size - length, 0))
                     lines += file.read().split(b"\n")[1:-1][-1:]
             except OSError:
                 return

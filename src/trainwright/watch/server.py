@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -109,6 +110,7 @@ class Runs:
                 "max_steps": run.max_steps,
                 "saved_step": run.saved_step,
                 "loss": run.loss,
+                "is_finite": run.loss is None or math.isfinite(run.loss),
                 "best": run.best,
                 "last_write": run.last_write,
                 "problems": [safe(problem) for problem in run.problems],

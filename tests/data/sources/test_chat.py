@@ -254,6 +254,45 @@ def test_no_sample_is_longer_than_max_length_and_each_is_the_start_of_its_chat(s
         assert [label != -100 for label in sample["labels"]] == full.is_trained[:length]
 
 
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+LAYOUTS = (
+    lambda q, a: {"messages": chat(q, a)},
+    lambda q, a: {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]},
+    lambda q, a: {"instruction": q, "input": "", "output": a},
+    lambda q, a: {"prompt": q, "completion": a},
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), TEXT, TEXT), min_size=1, max_size=6),
+    st.integers(20, 120),
+)
+def test_a_stream_has_the_samples_of_the_index_and_packing_keeps_them(tmp_path_factory, rows, max_length):
+    file = tmp_path_factory.getbasetemp() / "layouts.jsonl"
+    write_lines(file, [LAYOUTS[layout](question, answer) for layout, question, answer in rows])
+    settings = {"tokenizer": "bytes", "max_length": max_length}
+    stream = open_chats(file, streaming=True, **settings)
+    samples = samples_of(stream)
+    assert stream.renderer.counts.rows == len(rows)
+    assert stream.renderer.counts.dropped == len(rows) - len(samples)
+    if not samples:
+        with pytest.raises(DataError):
+            len(open_chats(file, **settings))
+        return
+    dataset = open_chats(file, **settings)
+    assert samples_of(dataset) == samples
+    packed = pack(dataset, length=max_length)
+    found = []
+    for row in (packed[number] for number in range(len(packed))):
+        for document in range(int(row["document_ids"].max()) + 1):
+            inside = row["document_ids"] == document
+            found.append({name: row[name][inside].tolist() for name in ("input_ids", "labels")})
+    for sample in samples:
+        sample["labels"][0] = -100  # the first token of a document is predicted from nothing
+    assert sorted(map(str, found)) == sorted(map(str, samples))
+
+
 def test_chats_are_packed_with_borders_and_their_labels(folder):
     dataset = open_chats("chats.jsonl", tokenizer="base", project_dir=folder)
     rows = pack(dataset, length=256)

@@ -104,11 +104,23 @@ def decoder_mask(
 ) -> Mask | None:
     """Returns the mask argument for `attention` and the layers of a decoder, once per batch.
 
-    `attention_mask` [B, S] is 0 at padding; one of four dims is bool and used unchanged. `document_ids` [B, S] are
-    equal for tokens that attend to each other. The result is None if attention is only causal, block boundaries where
-    they are faster, and otherwise a mask [B, 1, S, S]. Pass the `width` of the heads, because for widths that flex
-    attention does not support, each layer would have to create the mask. `is_whole` is that of the model's sequence; a
-    sequence that is sharded over ranks accepts only masks.
+    Args:
+        attention_mask: [B, S], 0 at padding. One of four dims is bool and used unchanged.
+        document_ids: [B, S], equal for tokens that attend to each other.
+        width: The width of the heads. For widths that flex attention does not support, each layer would have to create
+            the mask.
+        is_whole: That of the model's sequence; a sequence that is sharded over ranks accepts only masks.
+
+    Returns:
+        None if attention is only causal, block boundaries where they are faster, and otherwise a mask
+        [B, 1, S, S].
+
+    >>> decoder_mask(None) is None
+    True
+    >>> decoder_mask(torch.tensor([[1, 1, 0]]))[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [1, 1, 1]], dtype=torch.int32)
     """
     if attention_mask is not None and is_full(attention_mask):
         attention_mask = None
@@ -194,13 +206,25 @@ def attention(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention for your own model: queries [B, H, S, W], keys and values [B, K, S, W], with H a multiple of K.
+    """Attention for your own model, with the fastest kernel for the inputs.
 
-    Uses the fastest kernel for the inputs, without repeating keys and values. `mask` is None, the result of
-    `decoder_mask(attention_mask, document_ids)`, or a tensor that broadcasts to [B, H, S, S]: bool (True: visible) or
-    numbers that are added to the scores. With a mask, `is_causal` is ignored. `window` limits causal attention to that
-    many keys: the query's own and the previous ones. `dropout` is applied as given: pass 0 outside of training. `scale`
-    multiplies the scores and defaults to 1 / √W.
+    Args:
+        queries: [B, H, S, W].
+        keys: [B, K, S, W], where H is a multiple of K; they are not repeated.
+        values: [B, K, S, W].
+        mask: None, the result of `decoder_mask(attention_mask, document_ids)`, or a tensor that broadcasts to
+            [B, H, S, S]: bool (True: visible) or numbers that are added to the scores.
+        is_causal: Whether a query attends only to keys that are not later. Ignored with a mask.
+        window: Limits causal attention to that many keys: the query's own and the previous ones.
+        dropout: Applied to the attention weights in any mode: pass 0 outside of training.
+        scale: Multiplies the scores. Default: 1 / √W.
+
+    Returns:
+        The output, [B, H, S, W].
+
+    >>> queries, keys = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    >>> attention(queries, keys, keys).shape
+    torch.Size([2, 4, 5, 8])
     """
     if isinstance(mask, Tensor) and mask.dtype != torch.bool and not mask.is_floating_point():
         kind = str(mask.dtype).removeprefix("torch.")

@@ -25,16 +25,33 @@ function fill(parent, ...children) {
   parent.replaceChildren(...children.filter((each) => each != null && each !== false));
 }
 
-/** Returns a number with at most four digits: 0.3125, 1,200, 12.4M, 3e-5. */
-function numberText(value) {
+/** Returns a number with at most so many digits: 0.3125, 1,200, 12.4M, 3e-5. */
+function numberText(value, digits = 4) {
   if (value == null || !Number.isFinite(value)) return "not finite";
   const size = Math.abs(value);
-  if (size >= 1e15 || (size > 0 && size < 1e-4)) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (size >= 1e15 || (size > 0 && size < 1e-4)) return value.toExponential(digits - 2).replace(/\.?0+e/, "e").replace("e+", "e");
   for (const [unit, letter] of [[1e12, "T"], [1e9, "G"], [1e6, "M"]]) {
-    if (size >= unit) return `${Number((value / unit).toPrecision(4))}${letter}`;
+    if (size >= unit) return `${Number((value / unit).toPrecision(digits))}${letter}`;
   }
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
-  return size >= 1000 ? Math.round(value).toLocaleString("en-US") : String(Number(value.toPrecision(4)));
+  return size >= 10 ** (digits - 1) ? Math.round(value).toLocaleString("en-US") : String(Number(value.toPrecision(digits)));
+}
+
+/** Returns a long text without its middle: names that differ often differ at their ends. */
+function shortened(text, length) {
+  const characters = [...text];
+  if (characters.length <= length) return text;
+  const end = Math.ceil(length * 0.6);
+  return `${characters.slice(0, length - end - 1).join("")}…${characters.slice(-end).join("")}`;
+}
+
+/** Returns the texts of ticks; two that are equal with four digits have as many digits as tell them apart. */
+function tickTexts(ticks, text) {
+  for (let digits = 4; digits < 12; digits++) {
+    const texts = ticks.map((value) => text(value, digits));
+    if (new Set(texts).size === ticks.length) return texts;
+  }
+  return ticks.map((value) => text(value));
 }
 
 /** Returns a duration: 35 s, 12 min, 1 h 20 min, 2 d 3 h. */
@@ -48,10 +65,10 @@ function secondsText(value) {
 }
 
 /** Returns bytes: 512 MB, 1.2 GB. */
-function bytesText(value) {
+function bytesText(value, digits = 4) {
   if (value == null || !Number.isFinite(value)) return "not finite";
   for (const [unit, letter] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
-    if (Math.abs(value) >= unit) return `${Number((value / unit).toPrecision(4))} ${letter}`;
+    if (Math.abs(value) >= unit) return `${Number((value / unit).toPrecision(digits))} ${letter}`;
   }
   return `${Math.round(value)} B`;
 }
@@ -155,8 +172,8 @@ class Plot {
     return this.style.getPropertyValue(`--c${number % NUM_COLORS}`).trim();
   }
 
-  text(value) {
-    return this.shown.unit === "bytes" ? bytesText(value) : numberText(value);
+  text(value, digits) {
+    return this.shown.unit === "bytes" ? bytesText(value, digits) : numberText(value, digits);
   }
 
   textX(value) {
@@ -201,6 +218,16 @@ class Plot {
     return [lowX, highX, lowY >= 0 && lowY < margin ? 0 : lowY - margin, highY + margin];
   }
 
+  /** Returns why nothing is drawn, which may be the first sign of a run that has diverged. */
+  reasonForNothing() {
+    const { series, log } = this.shown;
+    if (!series.length) return "loading…";
+    if (!this.visible.length) return "all curves are hidden";
+    const values = this.visible.flatMap((each) => each.y).filter((value) => value != null);
+    if (log && values.length && values.every((value) => value <= 0)) return "no value above zero: a log scale cannot show it";
+    return values.length || this.shown.view ? "no value in this range" : "no finite value";
+  }
+
   draw() {
     const width = this.frame.clientWidth, height = this.frame.clientHeight;
     if (!width || !height) return;
@@ -218,7 +245,7 @@ class Plot {
     if (!ranges) {
       context.fillStyle = this.style.getPropertyValue("--faint");
       context.textAlign = "center";
-      context.fillText(this.shown.series.length ? "no value in this range" : "loading…", width / 2, height / 2);
+      context.fillText(this.reasonForNothing(), width / 2, height / 2);
       this.describe();
       return;
     }
@@ -256,13 +283,14 @@ class Plot {
     const wanted = Math.max(2, Math.floor((box.bottom - box.top) / 40));
     let ticks = log ? logTicks(lowY, highY) : roundTicks(lowY, highY, wanted);
     if (ticks.length < 2) ticks = roundTicks(lowY, highY, wanted).filter((each) => !log || each > 0);
-    for (const value of ticks) {
+    const texts = tickTexts(ticks, (value, digits) => this.text(value, digits));
+    for (const [index, value] of ticks.entries()) {
       const y = Math.round(scale.y(value)) + 0.5;
       context.beginPath();
       context.moveTo(box.left, y);
       context.lineTo(box.right, y);
       context.stroke();
-      context.fillText(this.text(value), box.left - 7, y + 3.5);
+      context.fillText(texts[index], box.left - 7, y + 3.5, box.left - 9);
     }
     context.textAlign = "center";
     for (const value of roundTicks(lowX, highX, Math.max(2, Math.floor((box.right - box.left) / 90)), axis === "time")) {
@@ -431,9 +459,9 @@ class Plot {
     legend.length > 10 && element("span", { class: "faint" }, `+${legend.length - 10}`));
     this.legend.hidden = legend.length < 2;
     const [only] = series;
-    const last = only && only.last;
-    const text = last != null && (series.length === 1 || new Set(series.map((each) => each.keys[0])).size === 1) ? this.text(last) : "";
+    const text = only && only.last !== undefined && (series.length === 1 || new Set(series.map((each) => each.keys[0])).size === 1) ? this.text(only.last) : "";
     this.value.textContent = text;
+    this.value.classList.toggle("alarm", Boolean(text) && only.last == null);
   }
 
   // The readout.
@@ -469,7 +497,7 @@ class Plot {
     fill(this.readout,
       element("div", { class: "at" }, `${prefix}${this.textX(at)}${suffix}`),
       ...rows.slice(0, 8).map((row, number) => element("div", { class: number ? "row" : "row first", color: `var(--c${row.color % NUM_COLORS})`, "data-dash": String(row.dash || 0) },
-        element("span", { class: "line" }), element("span", { class: "name" }, row.label), element("b", {}, this.text(row.value)))),
+        element("span", { class: "line" }), element("span", { class: "name" }, shortened(row.label, 44)), element("b", {}, this.text(row.value)))),
       rows.length > 8 && element("div", { class: "faint" }, `and ${rows.length - 8} more`),
       ...marks.slice(0, 4).map((mark) => element("div", { class: `mark ${mark.kind}` }, `${mark.kind === "checkpoint" || mark.kind === "best" ? "▲" : mark.kind === "anomaly" ? "⚠" : "↻"} ${mark.text}`)),
     );
@@ -565,7 +593,7 @@ function arrange(names, runs, curves, { axis, marks: shownMarks }) {
         keys: [`run ${run.name}`, `name ${name}`], label: isAlone ? name : present.length > 1 ? `${run.name} · ${name}` : run.name,
         color: isAlone ? number + run.color : run.color, dash: isAlone ? 0 : number,
         x: curve.x.map(convert), y: curve.y, sx: curve.sx ? curve.sx.map(convert) : null, sy: curve.sy,
-        best: best && best[1] != null ? { x: convert(best[0]), y: best[1] } : null, last: latest ? latest[1] : null,
+        best: best && best[1] != null ? { x: convert(best[0]), y: best[1] } : null, last: latest ? latest[1] : undefined,
       });
     });
     for (const mark of run.described.marks) {

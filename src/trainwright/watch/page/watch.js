@@ -11,7 +11,7 @@ const MAX_SETTINGS_RUNS = 12;
 
 const state = {
   runs: [], selected: null, focused: null, tab: "curves", axis: "step", smoothing: 0, log: false, clip: false,
-  marks: new Set(Object.keys(MARKS)), filter: "", sort: "recent", zoom: null,
+  marks: new Set(Object.keys(MARKS)), filter: "", metrics: "", sort: "recent", zoom: null,
 };
 const colors = new Map(); // run → number of its color
 let described = {}; // run → the answer of /api/describe
@@ -42,6 +42,7 @@ function readAddress() {
   state.smoothing = Math.min(Math.max(Number(given.get("smoothing")) || 0, 0), SMOOTHING.length - 1);
   state.log = given.get("log") === "1";
   state.clip = given.get("clip") === "1";
+  state.metrics = given.get("metrics") || "";
 }
 
 function writeAddress() {
@@ -51,6 +52,7 @@ function writeAddress() {
   if (state.smoothing) shown.set("smoothing", state.smoothing);
   if (state.log) shown.set("log", "1");
   if (state.clip) shown.set("clip", "1");
+  if (state.metrics) shown.set("metrics", state.metrics);
   history.replaceState(null, "", `#${shown}`);
 }
 
@@ -83,9 +85,13 @@ function ageText(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
 }
 
+/** Returns true if a text has all words of a filter. */
+function hasWords(text, filter) {
+  return filter.toLowerCase().split(/\s+/).every((word) => text.toLowerCase().includes(word));
+}
+
 function listedRuns() {
-  const words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
-  const found = state.runs.filter((run) => words.every((word) => `${run.name} ${run.state}`.toLowerCase().includes(word)));
+  const found = state.runs.filter((run) => hasWords(`${run.name} ${run.state}`, state.filter));
   if (state.sort === "name") found.sort((one, other) => one.name.localeCompare(other.name, "en", { numeric: true }));
   if (state.sort === "loss") found.sort((one, other) => (one.loss ?? Infinity) - (other.loss ?? Infinity));
   return found;
@@ -105,9 +111,9 @@ function drawList() {
       onclick: (event) => { if (event.target.tagName !== "INPUT" && event.target.tagName !== "BUTTON") focusRun(run.name); },
     },
     element("input", { type: "checkbox", checked: isSelected, "aria-label": `Show ${run.name}`, "data-run": run.name, onchange: () => toggleRun(run.name) }),
-    element("button", { type: "button", class: "title", "data-run": run.name, onclick: () => focusRun(run.name) }, run.name),
+    element("button", { type: "button", class: "title", "data-run": run.name, onclick: () => focusRun(run.name) }, shortened(run.name, 48)),
     element("span", { class: `state ${run.state}` }, run.state),
-    element("div", { class: "facts" }, element("span", {}, steps), element("span", {}, run.loss == null ? "" : `loss ${numberText(run.loss)}`)),
+    element("div", { class: "facts" }, element("span", {}, steps), element("span", {}, run.is_finite === false ? element("b", { class: "alarm" }, "loss not finite") : run.loss == null ? "" : `loss ${numberText(run.loss)}`)),
     share != null && element("progress", { value: share, max: 1, "aria-label": `${Math.round(share * 100)} % of the steps` }));
   }));
   if (active) {
@@ -158,12 +164,13 @@ function drawTools() {
   const tools = byId("tools");
   if (state.tab !== "curves") {
     const run = focusedRun();
-    fill(tools, ...(state.tab === "settings" || !run ? [] : [element("span", { class: "faint" }, "of "), element("b", {}, run.name)]));
+    fill(tools, ...(state.tab === "settings" || !run ? [] : [element("span", { class: "faint" }, "run"), element("b", {}, shortened(run.name, 60))]));
     return;
   }
-  const smoothingText = () => (SMOOTHING[state.smoothing] ? `${SMOOTHING[state.smoothing] * 100} %` : "off");
+  const smoothingText = () => (SMOOTHING[state.smoothing] ? `${Number((SMOOTHING[state.smoothing] * 100).toPrecision(2))} %` : "off");
   const output = element("output", {}, smoothingText());
-  fill(tools, 
+  fill(tools,
+    element("input", { id: "metrics", type: "search", placeholder: "Filter metrics", "aria-label": "Filter metrics", value: state.metrics, oninput: (event) => { state.metrics = event.target.value; update(); } }),
     element("label", {}, "axis", element("select", { id: "axis", onchange: (event) => { state.axis = event.target.value; state.zoom = null; update(); } },
       ...Object.entries(AXES).map(([key, title]) => element("option", { value: key, selected: state.axis === key }, title)))),
     element("label", { title: "The mean over a window of so many percent of the points" }, "smoothing", element("input", {
@@ -213,7 +220,13 @@ function drawCurves() {
     tabKey = "";
     return;
   }
-  const sections = layOut(names, sets), key = JSON.stringify(sections);
+  const sections = layOut(names.filter((name) => hasWords(name, state.metrics)), sets), key = JSON.stringify(sections);
+  if (!sections.length) {
+    fill(view, emptyText(`None of the ${names.length.toLocaleString("en-US")} metrics has “${state.metrics}” in its name.`));
+    plots.clear();
+    tabKey = "";
+    return;
+  }
   if (key !== tabKey || !plots.size) {
     tabKey = key;
     const before = plots;
@@ -369,8 +382,8 @@ async function drawLog(run) {
   return [element("div", { class: "card" }, log)];
 }
 
-function table(header, rows, { numbers = [] } = {}) {
-  const kind = (index) => (numbers.includes(index) ? "number" : "");
+function table(header, rows, { numbers = [], moments = [] } = {}) {
+  const kind = (index) => (numbers.includes(index) ? "number" : moments.includes(index) ? "moment" : "");
   return element("div", { class: "scroll" }, element("table", {},
     header && element("thead", {}, element("tr", {}, ...header.map((text, index) => element("th", { scope: "col", class: kind(index) }, text)))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((text, index) => element(index || header ? "td" : "th", { class: kind(index) }, text)))))));
@@ -386,9 +399,9 @@ async function drawAbout(run) {
     anomalies.length > 0 && card("Anomalies", ...anomalies.map((each) => element("p", { class: "alert" }, each.message || `${each.kind} at step ${each.step}`))),
     card("Checkpoints", checkpoints.length ? table(["step", ...metrics, "size", "written"], checkpoints.map((each) => [
       `${each.step.toLocaleString("en-US")}${each.step === best ? " ★" : ""}`, ...metrics.map((name) => (each.metrics[name] == null ? "–" : numberText(each.metrics[name]))), bytesText(each.size), each.created ? moment(each.created) : "",
-    ]), { numbers: Array.from({ length: metrics.length + 2 }, (_, index) => index) }) : element("p", { class: "faint" }, "There is none yet.")),
-    starts.length > 0 && card("Starts", table(["time", "after step"], starts.map(([step, time]) => [moment(time), step.toLocaleString("en-US")]), { numbers: [1] })),
-    card("Environment", table(null, Object.entries(environment))),
+    ]), { numbers: Array.from({ length: metrics.length + 2 }, (_, index) => index), moments: [metrics.length + 2] }) : element("p", { class: "faint" }, "There is none yet.")),
+    starts.length > 0 && card("Starts", table(["time", "after step"], starts.map(([step, time]) => [moment(time), step.toLocaleString("en-US")]), { numbers: [1], moments: [0] })),
+    Object.keys(environment).length > 0 && card("Environment", table(null, Object.entries(environment))),
     model.class && card("Model", element("p", {}, element("b", {}, model.class), `: ${model.num_parameters.toLocaleString("en-US")} parameters${model.num_frozen ? `, ${model.num_frozen.toLocaleString("en-US")} of them frozen` : ""}`),
       table(["module", "class", "parameters"], model.modules.map(([name, kind, size, trained]) => [name, kind, size.toLocaleString("en-US") + (size && !trained ? " ❄" : "")]), { numbers: [2] })),
   )];
