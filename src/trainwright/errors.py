@@ -24,7 +24,7 @@ A launcher that restarts on it resumes from the newest checkpoint (hooks/watchdo
 
 
 def exit_code_of(signal_name: str) -> int:
-    """Returns the exit code of a run that a signal has interrupted, as a shell reports it."""
+    """Returns the exit code of a run that was interrupted by a signal, like a shell."""
     return 128 + signal.Signals[signal_name].value
 
 

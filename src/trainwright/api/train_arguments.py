@@ -138,7 +138,7 @@ def _requires_lr(type_name: Any) -> bool:
     try:
         return _has_required_lr(registry.find("optimizer", type_name, project_dir=Path.cwd()))
     except (ConfigError, TypeError):
-        return False  # the build explains what is wrong
+        return False  # the build raises a clear error
 
 
 def _has_required_lr(target: Any) -> bool:

@@ -78,7 +78,7 @@ class Checkpointing:
     """The saves of a run: when one is due, the save in progress, and whether it was committed.
 
     Every rank calls the same methods in the same order. The first rank writes; if the model is sharded or large, each
-    rank writes a part and the first one commits. The other ranks learn the result of a save through the votes of the
+    rank writes a part and the first one commits. The other ranks receive the result of a save through the votes of the
     following steps, or at the next save, whichever comes first.
     """
 

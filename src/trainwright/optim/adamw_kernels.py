@@ -70,7 +70,7 @@ def step_by_kernel(
             mix_factor=MIX_FACTOR,
             num_warps=NUM_WARPS,
         )
-    increment_version(written)  # as torch's own in-place operations do: autograd then rejects an outdated weight
+    increment_version(written)  # like torch's own in-place operations, so that autograd rejects an outdated weight
 
 
 def step_quantized_by_kernel(
@@ -116,7 +116,7 @@ def step_quantized_by_kernel(
             tiny=TINY,
             num_warps=NUM_WARPS,
         )
-    increment_version(written)  # as torch's own in-place operations do: autograd then rejects an outdated weight
+    increment_version(written)  # like torch's own in-place operations, so that autograd rejects an outdated weight
 
 
 @triton.jit
