@@ -166,7 +166,7 @@ def metric_arguments(metrics: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, each in metrics.items():
         if inspect.isroutine(each):  # such as a compute_metrics, which gets all predictions
             raise ConfigError(
-                f"metrics[{name!r}]: a function is not a metric. Give an object with update(outputs, labels), "
+                f"metrics[{name!r}]: a function is not a metric. Pass an object with update(outputs, labels), "
                 f"compute() and reset(), or a component, such as {example}; a result of all predictions at once is "
                 "Task.aggregate_logs.",
                 where=caller(),

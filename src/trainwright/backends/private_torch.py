@@ -127,7 +127,7 @@ def side_effects_once() -> AbstractContextManager[Any]:
     """Returns a context in which compiled code repeats no side effects while it recomputes activations.
 
     What a recomputed block puts into the event storage is then put in its first pass only. The setting belongs to the
-    process, so it holds for one call.
+    process, so it is set only for one call.
     """
     import torch._dynamo
 

@@ -44,7 +44,7 @@ class EarlyStopping(Hook):
             if any(key.partition("/")[0] == self.metric.partition("/")[0] for key in logs):
                 advice = suggest(self.metric, logs, cutoff=0.8)
                 raise ConfigError(
-                    f"early_stopping.metric: no evaluation gives {self.metric!r}. {advice}", where=self._where
+                    f"early_stopping.metric: no evaluation returns {self.metric!r}. {advice}", where=self._where
                 )
             return  # an evaluation of the test set, or a failed one
         value = float(logs[self.metric])

@@ -301,7 +301,7 @@ class _Sweep:
             reason = "the run was not evaluated. Add an evaluation set."
             if running.names:
                 hint = suggest(self._sweep.metric, sorted(running.names))
-                reason = f"no evaluation gives {self._sweep.metric}. {hint}"
+                reason = f"no evaluation returns {self._sweep.metric}. {hint}"
             self._tell(running, FAILED, reason)
         elif not math.isfinite(found[1]):
             self._tell(running, FAILED, f"{self._sweep.metric} is not finite at step {found[0]}.")

@@ -58,7 +58,7 @@ class BestCheckpoint:
             return
         if self._policy.metric not in logs:
             raise ConfigError(
-                f"checkpoint.keep_best.metric: no evaluation gives {self._policy.metric!r}. "
+                f"checkpoint.keep_best.metric: no evaluation returns {self._policy.metric!r}. "
                 f"{suggest(self._policy.metric, logs, cutoff=0.8)}",
                 where=self._where,
             )

@@ -245,7 +245,7 @@ class MetricNames:
             return
         if self.are_all:
             known = [f"{name}/{each}" for each in self.metrics]
-            problem = f"no evaluation gives {metric!r}. {suggest(metric, known, cutoff=_MISSPELLING)}"
+            problem = f"no evaluation returns {metric!r}. {suggest(metric, known, cutoff=_MISSPELLING)}"
             raise ConfigError(f"{label}: {problem}", where=where)
         near = nearest(value, self.metrics, cutoff=_MISSPELLING)
         if near is not None:
@@ -264,7 +264,7 @@ class MetricNames:
         modes = self.benchmarks[name]
         if value not in modes:
             advice = suggest(metric, [f"{name}/{each}" for each in modes], cutoff=_MISSPELLING)
-            raise ConfigError(f"{label}: the benchmark {name} gives no {value!r}. {advice}", where=where)
+            raise ConfigError(f"{label}: the benchmark {name} returns no {value!r}. {advice}", where=where)
         if mode is not None and modes[value] != mode:
             raise _wrong_mode(metric, label=label, mode=mode, where=where)
 
@@ -353,7 +353,7 @@ class ConfiguredMetric:
             named = [name for name in outputs or () if name != "loss"]
             advice = f"Name one of these (outputs: {named[0]}), or let" if named else "Let"
             raise ConfigError(
-                f"evaluation.metrics.{self.name}.outputs: forward gives no {self.outputs_name!r}; it gives {have}. "
+                f"evaluation.metrics.{self.name}.outputs: forward returns no {self.outputs_name!r}; it returns {have}. "
                 f"{advice} forward return a mapping with `loss` and the outputs, or override eval_step.",
                 where=self.where,
             )

@@ -447,7 +447,7 @@ def _one_number(loss: Any) -> torch.Tensor:
     if isinstance(loss, Real):
         advice = "A number has no gradient: remove the .item() or float() on its way."
     raise TrainwrightError(
-        f"The loss must be one number in a tensor, or a Mean; forward gave {_describe(loss)}. {advice}"
+        f"The loss must be one number in a tensor, or a Mean; forward returned {_describe(loss)}. {advice}"
     )
 
 

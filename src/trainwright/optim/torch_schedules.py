@@ -126,7 +126,7 @@ class TorchSchedule:
             return
         if self.metric not in logs:
             known = ", ".join(logs) or "nothing"
-            self._reject("metric", f"no evaluation gives {self.metric!r}. The last one gave {known}.")
+            self._reject("metric", f"no evaluation returns {self.metric!r}. The last one returned {known}.")
         self._num_steps += 1
         self._step(logs[self.metric])
 

@@ -115,7 +115,7 @@ def stages_of(model: nn.Module, num_stages: int) -> dict[str, tuple[int, ...]]:
 def mark_shared(model: nn.Module) -> None:
     """Sets `num_stages` on each parameter that the first and the last stage share, for norms over stages.
 
-    Call it when the model is sharded along all axes: sharding creates other parameters.
+    Call it when the model is sharded along all axes, because sharding creates new parameters.
     """
     stage: Any = model.stage
     own = dict(model.named_parameters(remove_duplicate=False))
