@@ -443,7 +443,7 @@ def test_a_metric_without_its_output_is_shown_at_its_setting(check):
     report = check("evaluation.metrics={accuracy: {type: accuracy, outputs: scores}}")
     (error, *_) = errors_of(report)
     assert error[0].startswith("override evaluation.metrics=")
-    assert error[1] == "evaluation.metrics.accuracy.outputs: forward returns no 'scores'; it gives logits."
+    assert error[1] == "evaluation.metrics.accuracy.outputs: forward returns no 'scores'; it returns logits."
 
 
 # gradients and optimizers

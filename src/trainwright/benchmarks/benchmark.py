@@ -59,7 +59,7 @@ class ConfiguredBenchmark:
     batch_size: int = 8
     """Samples per call of `run_batch`, on one rank."""
     log_samples: int = 100
-    """The number of samples in the file of results: the first ones."""
+    """The number of samples in the results file, beginning with the first."""
     where: object | None = None
 
     def __len__(self) -> int:

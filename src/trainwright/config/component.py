@@ -72,7 +72,7 @@ class Component(Frozen[Any]):
 
     @property
     def origin(self) -> Origin | None:
-        """Where the component is written; None if it was created in Python. Not compared by `==`."""
+        """The source location of the component; None if it was created in Python. Not compared by `==`."""
         return self._origin
 
     def located_at(self, origin: Origin | None) -> Component:

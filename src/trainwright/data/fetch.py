@@ -212,7 +212,7 @@ class Fetched(NamedTuple):
     failures: tuple[RowFailure, ...] = ()
     """Rows that were skipped because they cannot be read."""
     cursors: tuple[tuple[int, Any], ...] = ()
-    """Where a stream can be resumed: (lane, cursor)."""
+    """The position from which a stream can be resumed: (lane, cursor)."""
     sources: tuple[str, ...] = ()
     """The source of each sample of a mixed stream."""
     ended: tuple[int, ...] = ()

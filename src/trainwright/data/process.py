@@ -224,7 +224,7 @@ class _Reading:
     accepts_objects: bool = False
     """True if other objects are described by their class, because something else identifies their content."""
     where: object | None = None
-    """Where the value is set, for errors."""
+    """The source location of the value, for errors."""
 
     def describe(self, value: Any, *, name: str, label: str) -> Any:
         """Returns a value that JSON can represent; `name` is the argument's name, `label` is for errors."""

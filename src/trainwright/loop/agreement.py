@@ -30,7 +30,7 @@ class Agreement:
     """Decisions that all ranks make together in one pass: whether to continue, and whether any rank has failed."""
 
     def __init__(self, ranks: Ranks, stop_signal: StopSignal | None) -> None:
-        """`stop_signal` is given if an interruption may abandon the pass."""
+        """`stop_signal` is passed if an interruption may abandon the pass."""
         self._ranks = ranks
         self._stop_signal = stop_signal
         self._is_split = ranks.mesh.is_split

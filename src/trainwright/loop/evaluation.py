@@ -333,7 +333,7 @@ class _Pass:
         stop_signal: StopSignal | None,
         garbage: GarbageCollection,
     ) -> None:
-        """`stop_signal` is given if an interruption may abandon the pass."""
+        """`stop_signal` is passed if an interruption may abandon the pass."""
         self.averages = Averages()
         self.state: Any = None
         self.num_updates = 0

@@ -168,7 +168,7 @@ class Builder(Protocol):
         """The default hooks, then those of the `hooks` section."""
 
     def writers(self) -> list[Writer]:
-        """The `writers` section; empty on all ranks but the first."""
+        """The `writers` section; empty on all ranks except the first."""
 
 
 @dataclass(frozen=True)
@@ -670,9 +670,9 @@ class Trainer:
         """Returns the loss of a micro-batch; its arguments are the keys of the batch.
 
         It may return the loss (a tensor or a `Mean`), `(loss, metrics)`, a mapping with `loss`, or an object with
-        `.loss`. Metrics are numbers, one-element tensors or Means by name, and are averaged over the log window. Where
-        the loss is None, `trainer.loss` or the model's `criterion` computes it from the outputs and the labels.
-        Evaluations call it too, without gradients.
+        `.loss`. Metrics are numbers, one-element tensors or Means by name, and are averaged over the log window. If the
+        loss is None, `trainer.loss` or the model's `criterion` computes it from the outputs and the labels. Evaluations
+        call it too, without gradients.
         """
         return self.read_outputs(self.task.forward(self.model, batch), batch)
 

@@ -24,7 +24,7 @@ class RewardTrainer(Trainer):
     """Minimizes −log sigmoid(score of the chosen answer − score of the rejected one), a mean over pairs.
 
     The model returns `logits` [sequences, 1], as transformers' sequence classifiers with `num_labels: 1` do, or
-    [sequences, width, 1], as a decoder does whose `lm_head` is replaced by a linear layer with one output; the score is
+    [sequences, width, 1], like a decoder whose `lm_head` is replaced with a linear layer with one output; the score is
     then that of the last token. Logs accuracy, margin and mean_reward, like TRL.
     """
 

@@ -69,5 +69,5 @@ class TrackioWriter(Tracker):
         self._run.log_artifact(str(path), name=words, type="run")
 
     def finish(self, *, failed: bool) -> None:
-        """Sends what is left."""
+        """Sends the remaining lines."""
         self._run.finish()
