@@ -78,7 +78,7 @@ def check_references(recorded: Mapping[str, Any], hashes: Mapping[str, str], *, 
     if other:
         more = ", …" if len(other) > 5 else ""
         raise CheckpointError(
-            f"It stores {len(expected)} frozen weights by reference to model.pretrained ({recorded['source']}), where "
+            f"It stores {len(expected)} frozen weights by reference to model.pretrained ({recorded['source']}), but "
             f"these differ now: {', '.join(other[:5])}{more}. Restore the files and the settings of the model that the "
             "run used.",
             where=where,
