@@ -63,7 +63,7 @@ EvaluatedSet: TypeAlias = "EvaluationData | ConfiguredBenchmark"
 
 
 class EvalLogs(dict[str, Any]):
-    """What `eval_step` returns by default: the loss and metrics, with the outputs of the forward as an attribute."""
+    """The default result of `eval_step`: the loss and metrics, with the outputs of the forward as an attribute."""
 
     outputs: Mapping[str, Any] | None = None
 

@@ -38,7 +38,7 @@ def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 CHUNK_ELEMENTS = 2**27
 """The number of logits at a time, in memory twice: 1 GiB in float32, half of that in bf16 with the kernel. On an H200,
-before that kernel, half as many took 12 % longer, and twice as many 83 % more memory for no less time
+without that kernel, half as many took 12 % longer, and twice as many needed 83 % more memory without saving time
 (benchmarks/results/loss.md)."""
 CHUNK_MULTIPLE = 128
 """Chunks have the same number of rows, a multiple of this, so no tile of a matrix product is partial and compiled code
