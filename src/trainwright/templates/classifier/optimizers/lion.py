@@ -4,8 +4,7 @@ import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Any torch optimizer works. trainwright passes `params`; the other arguments come from run.yaml. A schedule sets
-    `lr`."""
+    """Any torch optimizer works. trainwright passes `params`, run.yaml has the other arguments."""
 
     def __init__(self, params, lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0):
         super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay})
