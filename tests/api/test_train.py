@@ -199,7 +199,8 @@ def test_device_and_precision_may_be_those_of_torch():
 
 
 def test_every_argument_is_in_the_docstring_and_in_the_table_of_the_docs():
-    names = list(inspect.signature(train).parameters)
+    parameters = inspect.signature(train).parameters.values()
+    names = [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
     listed = re.findall(r"^        (\w+): ", train.__doc__, re.MULTILINE)
     assert listed == names
     table = re.findall(r"^\| `(\w+)` \|", (DOCS / "notebooks.md").read_text("utf-8"), re.MULTILINE)
@@ -253,6 +254,26 @@ def test_errors_name_the_arguments_of_train(given, mentioned):
     text = str(caught.value)
     assert text.startswith(f"{HERE}:")
     assert not re.search(r"trainer\.|runtime\.|evaluation\.|data\.\w|--\w", text)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "mentioned"),
+    [
+        ("epochs", "max_epochs"),
+        ("learning_rate", "lr"),
+        ("global_batch_size", "batch_size"),
+        ("max_step", "max_steps"),
+        ("save_steps", "checkpoint.every_steps in overrides"),
+        ("num_workers", 'overrides=["data.num_workers=…"]'),
+        ("devices", "--nproc"),
+        ("verbose", "help(train)"),
+    ],
+)
+def test_an_argument_of_another_name_is_answered_with_ours(name, mentioned):
+    with raises(ConfigError, name, mentioned) as caught:
+        short(**{name: 1})
+    assert str(caught.value).startswith(f"{HERE}:")
     assert not Path("runs").exists()
 
 

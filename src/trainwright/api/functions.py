@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Never
 
 import torch
 
@@ -25,6 +25,7 @@ from trainwright.api.train_arguments import (
     metric_arguments,
     optimizer_component,
     precision_name,
+    reject_argument,
 )
 from trainwright.build.run import build_trainer
 from trainwright.config import Origin, RunConfig
@@ -103,11 +104,13 @@ def train(
     overrides: Sequence[str] = (),
     fresh: bool = False,
     accept_changes: bool = False,
+    **others: Never,
 ) -> Trainer:
     """Trains a model on a dataset and returns the trainer.
 
     Calling `train` again resumes the run of that name. A component is a name (`"lion"`), a mapping with `type` and
-    arguments (`{"type": "lion", "lr": 1e-4}`), a `Component`, a class, or a `functools.partial` of a class.
+    arguments (`{"type": "lion", "lr": 1e-4}`), a `Component`, a class, or a `functools.partial` of a class. An argument
+    that is not listed raises, with the name of the one of the same meaning.
 
     Args:
         model: The module to train, on any device. It is moved and trained in place.
@@ -146,6 +149,8 @@ def train(
     """
     shorten_tracebacks()
     with errors_name_arguments(overrides, has_optimizer=optimizer is not None):
+        for argument in others:
+            reject_argument(argument, known=parameters_of(train) or ())
         if forward is not None:
             reject_wrong_call(forward, ("model", "batch"), role="forward")
             _reject_batch_first(forward)

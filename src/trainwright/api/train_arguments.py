@@ -11,19 +11,21 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from trainwright.config import Node, Origin
+from trainwright.config import Node, Origin, RunConfig
 from trainwright.config.component import type_of
+from trainwright.config.elsewhere import advice_elsewhere
 from trainwright.config.interpolation import escape_plain
+from trainwright.config.problems import did_you_mean
 from trainwright.errors import ConfigError, TrainwrightError
 from trainwright.registry import resolve as registry
 from trainwright.user_code.fingerprints import fingerprint, is_users, users_functions
@@ -89,6 +91,25 @@ def errors_name_arguments(overrides: Sequence[str], *, has_optimizer: bool) -> I
             texts = [pattern.sub(replace, text) for text in texts]
         error.problem, error.args = texts[0], (texts[1],)
         raise
+
+
+def reject_argument(name: str, *, known: Iterable[str]) -> NoReturn:
+    """Raises for an argument that `train` does not have; names the argument or the setting of the same meaning."""
+    advice = advice_elsewhere(name)
+    if advice is not None and advice.startswith("Set ") and advice[4:-1] not in {*_ARGUMENTS, "trainer.optimizer.lr"}:
+        advice = f"{advice[:-1]} in overrides."
+    for setting in _settings_named(name):
+        advice = f"Set {setting}." if setting in _ARGUMENTS else f'Pass overrides=["{setting}=…"].'
+    advice = advice or did_you_mean(name, known, cutoff=0.75).strip() or "`help(train)` lists the arguments."
+    raise ConfigError(f"train has no argument {name}. {advice}", where=caller())
+
+
+def _settings_named(name: str) -> Iterator[str]:
+    for key, field in RunConfig.model_fields.items():
+        if key == name:
+            yield key
+        if isinstance(field.annotation, type) and name in getattr(field.annotation, "model_fields", ()):
+            yield f"{key}.{name}"
 
 
 def component(argument: str, value: Any, *, example: str) -> dict[str, Any]:
