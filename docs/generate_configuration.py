@@ -42,7 +42,7 @@ component raises: write `{type: adamw}` for the component.
 **References.** `${section.key}` is the value of another setting, after all files, groups and overrides are merged:
 `name: lm-${trainer.optimizer.lr}` follows an override of the rate. A value that consists of one reference has the
 type of the other setting, which may be a mapping or a list; within text it must be a number, a boolean or text.
-`${model.pretrained.folder}` also works if `model.pretrained` is a text.
+`${model.pretrained.folder}` also works if `model.pretrained` is a string.
 References to settings that are not set return their defaults. `${env:NAME}` is the text of an environment variable, and
 `${env:NAME,default}` has a default. Variables that look like secrets raise, because `config.yaml` contains the resolved
 values. `$${` is a literal `${`. Put quotes around a reference within `{…}` and `[…]` in YAML, and in a shell.
@@ -95,7 +95,7 @@ argument may itself be a component, or a list of components: `transform: {type: 
 
 
 def generate() -> str:
-    """Return the whole page."""
+    """Returns the whole page."""
     schema = run_schema({kind: tuple(names) for kind, names in BUILT_INS.items()})
     definitions = schema["$defs"]
     parts = [INTRODUCTION, "## The file\n", _table(schema, definitions), MODEL_KEYS]
@@ -110,7 +110,7 @@ def generate() -> str:
 
 
 def _sections(schema: dict[str, Any], definitions: dict[str, Any], prefix: str) -> list[str]:
-    """Return the part of each section below `schema`, in the order of the keys."""
+    """Returns the part of each section below `schema`, in the order of the keys."""
     parts = []
     for key, value in schema["properties"].items():
         section, is_mapping = _section_of(value, definitions)
@@ -123,7 +123,7 @@ def _sections(schema: dict[str, Any], definitions: dict[str, Any], prefix: str) 
 
 
 def _section_of(value: dict[str, Any], definitions: dict[str, Any]) -> tuple[dict[str, Any] | None, bool]:
-    """Return the section of a key, and whether the key has several sections by name; components are not sections."""
+    """Returns the section of a key, and whether the key has several sections by name; components are not sections."""
     for choice in value.get("anyOf", [value]):
         for each, is_mapping in ((choice, False), (choice.get("additionalProperties"), True)):
             if isinstance(each, dict):

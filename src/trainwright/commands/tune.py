@@ -214,7 +214,7 @@ def batch(
             rows.append((str(each.size), f"{1000 * seconds:.3g} ms", f"{1 / seconds:.0f}", memory))
     show_rows(("micro-batch", "time per sample", "samples per second", "peak memory"), rows)
     if best is None:
-        print("No size fits. trainwright estimate says what uses the memory, and what could be changed.")
+        print("No size fits. trainwright estimate shows what uses the memory, and which settings reduce it.")
         return
     fitting = [each.size for each in found if each.seconds_per_sample is not None]
     if best.size == fitting[-1]:
