@@ -1,8 +1,8 @@
-# Each target does all of its own set-up. PYTHON is only used to create the environment.
+# Each target does its own set-up. PYTHON is only used to create the environment.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# One thread a process: with another busy process on the machine, two run many times slower.
+# One thread per process: with another busy process on the machine, two threads are many times slower.
 export OMP_NUM_THREADS ?= 1
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
@@ -88,7 +88,7 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable .
 	touch $@
 
-# Some tests use these packages in processes of their own. Installed in the environment, they would change how transformers
+# Some tests use these packages in separate processes. Installed in the environment, they would change how transformers
 # is imported everywhere; torchvision's wheel does not even load next to a CPU build of torch, and TRL not next to torchvision.
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[dev]'

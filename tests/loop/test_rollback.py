@@ -282,4 +282,4 @@ def test_a_store_that_cannot_be_listed_lets_the_run_go_back_to_its_copy(tmp_path
 
     trainer = run(tmp_path / "run", *PLAIN, SNAPSHOTS, bad=[40], hooks=[at(6, away), Returns()])
     assert trainer.step == 6
-    assert "Rolled back to step 4. Data positions 40 to 47 are left out." in caplog.text
+    assert "Rolled back to step 4. Data positions 40 to 47 are skipped." in caplog.text

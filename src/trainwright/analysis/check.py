@@ -770,7 +770,7 @@ def _count(data: Any) -> int:
     """Returns the number of samples; 0 if it is unknown or the files cannot be read."""
     try:
         return len(data) if hasattr(data, "__len__") else 0
-    except Exception:  # also of a user's class; the check of the first batch reports it
+    except Exception:  # also from a custom class; the check of the first batch reports it
         return 0
 
 
@@ -849,7 +849,7 @@ def _recording(trainer_class: type[Trainer], assembly: Assembly) -> type[Trainer
 
 
 def _build_rest(assembly: Assembly, build: Build, trainer_class: type[Trainer], case: Case) -> None:
-    """Builds the remaining parts, apart from those that need a part that failed."""
+    """Builds the remaining parts, except those that need a part that failed."""
     parts = assembly.parts
     if "task" in parts:
         build.take_task(parts["task"])

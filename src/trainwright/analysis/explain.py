@@ -364,7 +364,7 @@ class ModelRules:
         total = count_weights(self.model)
         trained = sum(each.numel() for each in parameters if each.requires_grad)
         share = "all" if trained == total else f"{trained:,} ({100 * trained / max(total, 1):.3g} %)"
-        also = "; besides adapters, also weights that files lack" if {"lora", "pretrained"} <= set(reserved) else ""
+        also = "; in addition to adapters, weights that files lack" if {"lora", "pretrained"} <= set(reserved) else ""
         self.of_model.append(_rule(f"{total:,} weights", f"of which {share} are trained{also}"))
 
     def _optimizers(self) -> None:
@@ -633,7 +633,7 @@ class _Explanation:
             return str(error)
         if plan.varies:
             size = f" in micro-batches of {plan.micro_batch_size}" if plan.splits_by_size else ""
-            return f"as many samples a step as next_train_inputs returns{size}"
+            return f"as many samples per step as next_train_inputs returns{size}"
         split = f" in {plan.gradient_accumulation_steps} micro-batches" if plan.gradient_accumulation_steps > 1 else ""
         return f"{plan.global_batch_size} samples a step{split}"
 

@@ -87,7 +87,7 @@ class _Owner:
 
 @dataclass
 class RepeatedStep:
-    """What one step gave."""
+    """The result of one step."""
 
     loss: float
     weights: dict[str, torch.Tensor]
@@ -332,7 +332,7 @@ class _Reader:
             if isinstance(contents, list):
                 return kind, tuple(self.digest(item, depth + 1) for item in contents)
             return kind, contents
-        except Exception:  # of a user's class; values that cannot be read are not reported
+        except Exception:  # from a custom class; values that cannot be read are not reported
             return kind
         finally:
             self._open.discard(id(value))

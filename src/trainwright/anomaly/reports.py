@@ -80,5 +80,5 @@ def _free_folder(parent: Path, name: str) -> Path:
 
 
 def _as_plain(value: Any) -> Any:
-    """Converts what the state of a stream may hold in addition to JSON's types."""
+    """Converts values in the state of a stream that JSON cannot represent."""
     return value.tolist() if hasattr(value, "tolist") else repr(value)

@@ -231,7 +231,7 @@ def get_args(argv: Sequence[str] | None = None, parser: argparse.ArgumentParser 
 
 
 def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds the flags of a run to your parser, in a group of their own, and returns the parser.
+    """Adds the flags of a run to your parser, in a separate group, and returns the parser.
 
     `training_main` accepts the Namespace of `parser.parse_args()`; `get_args(parser=parser)` adds the rank and the
     device to it. `parser.set_defaults(lr=3e-4)` changes a default.

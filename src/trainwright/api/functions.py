@@ -276,7 +276,7 @@ def _config_of(settings: Mapping[str, Any], overrides: Sequence[str]) -> RunConf
         if key != CODE:
             advice = advice_elsewhere(key) or suggest(key, TrainerSection.model_fields)
             raise ConfigError(
-                f"trainer.{key}: has no effect, because only a trainer of your own has options. {advice}",
+                f"trainer.{key}: has no effect, because only a custom trainer has options. {advice}",
                 where=config.origin(f"trainer.{key}"),
             )
     return config
@@ -287,7 +287,7 @@ def _given_only(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reject_batch_first(forward: Forward) -> None:
-    """Raises for a function of (batch, batch_idx) or (batch, model), which would get the model as its batch."""
+    """Raises for a function of (batch, batch_idx) or (batch, model), which would receive the model as its batch."""
     name = next(iter(parameters_of(forward) or ()), None)
     if name in ("batch", "inputs"):
         raise ConfigError(
@@ -354,7 +354,7 @@ def _restored_settings(optimizer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for group, before in zip(groups, settings, strict=False):  # a thawed parameter may have added a group
+        for group, before in zip(groups, settings, strict=False):  # an unfrozen parameter may have added a group
             for name in [name for name in group if name != "params" and name not in before]:
                 del group[name]
             group.update(before)

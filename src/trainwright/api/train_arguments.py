@@ -185,7 +185,7 @@ def metric_arguments(metrics: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     objects = {name: each for name, each in metrics.items() if _is_metric(each)}
     example = '{"accuracy": {"type": "accuracy"}}'
     for name, each in metrics.items():
-        if inspect.isroutine(each):  # such as a compute_metrics, which gets all predictions
+        if inspect.isroutine(each):  # such as a compute_metrics, which receives all predictions
             raise ConfigError(
                 f"metrics[{name!r}]: a function is not a metric. Pass an object with update(outputs, labels), "
                 f"compute() and reset(), or a component, such as {example}; a result of all predictions at once is "
@@ -342,7 +342,7 @@ def _add_value(digest: Any, value: Any) -> None:
 
 
 def _code_of_hook(hook: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the class of a user's hook, or the functions that one of ours calls, such as `Every(10)(function)`."""
+    """Yields the class of a custom hook, or the functions that one of ours calls, such as `Every(10)(function)`."""
     kind = type(hook)
     if is_users(kind):
         yield kind.__name__, kind

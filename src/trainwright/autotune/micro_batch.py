@@ -142,7 +142,7 @@ def settle_micro_batch(
     Its own number is used again if it divides the rank's batch and the device is the same.
     """
     where = config.origin("trainer.micro_batch_size")
-    reject_sharded(_LABEL, "Set a number; `trainwright estimate` says what fits.", ranks, where)
+    reject_sharded(_LABEL, "Set a number; `trainwright estimate` shows what fits.", ranks, where)
     largest = resolve_batch(config, ranks.size).micro_batch_size
     saved = config_of_earlier_start(folder, backend, ranks)
     found = None if saved is None else saved.trainer.micro_batch_size

@@ -76,7 +76,7 @@ def render_manifest(content: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the entries of the manifest in `folder`: format, step, created, metrics, parts, files; raises damage."""
+    """Returns the entries of the manifest in `folder`: format, step, created, metrics, parts, files; raises if it is damaged."""
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()

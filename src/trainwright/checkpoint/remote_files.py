@@ -127,7 +127,7 @@ class RemoteFolder:
         return sorted(found, key=lambda folder: (folder.step, folder.number))
 
     def manifest(self, folder: StepFolder) -> dict[str, Any]:
-        """Returns the entries of the manifest of a step folder; raises damage."""
+        """Returns the entries of the manifest of a step folder; raises if it is damaged."""
         where = self.path / folder.name / MANIFEST
         try:
             raw = self.read(f"{folder.name}/{MANIFEST}")

@@ -202,7 +202,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def read_config(folder: Path, *, trust: bool = False) -> RunConfig | None:
-    """Returns the config of a run folder, or None if it has none; `trust` permits to import the code that it names."""
+    """Returns the config of a run folder, or None if it has none; `trust` permits importing the code that it names."""
     path = folder / CONFIG_FILE
     return RunConfig.load(path, trust=trust) if path.exists() else None
 

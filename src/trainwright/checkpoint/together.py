@@ -38,7 +38,7 @@ def reject_unshared_folder(store: AnyStore, ranks: Ranks, *, patience: float = P
     if blind:
         listed = ", ".join(map(str, blind[:8])) + (", …" if len(blind) > 8 else "")
         raise CheckpointError(
-            f"The model is sharded over {ranks.size} ranks, each of which writes its shards of a checkpoint, but rank "
+            f"The model is sharded over {ranks.size} ranks, and each rank writes its shards of a checkpoint, but rank "
             f"{listed} does not see the files of rank 0 in this folder. Set output_dir or checkpoint.folder to a "
             "folder that all machines share, or to an address such as s3://bucket/run.",
             where=store.folder,
@@ -260,7 +260,7 @@ class Together:
         self._folder = ""
         self._result: dict[str, str] = {}
         self._beats: dict[int, tuple[str | None, float]] = {}
-        """By rank that is waited for: its last heartbeat, and the time when it was first read."""
+        """For each rank that is waited for: its last heartbeat, and the time when it was first read."""
         self.is_closing = False
         """True when the run has ended; a lost rank is then waited for only briefly."""
 

@@ -117,7 +117,7 @@ class Compilations:
         for _, ear in reversed(self._ears):
             ear.close()
         self._ears = []
-        # torch._dynamo.reset() forgets callbacks by itself.
+        # torch._dynamo.reset() removes callbacks itself.
         if self._begin_compilation in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(self._begin_compilation)
             callback_handler.remove_end_callback(self._end_compilation)

@@ -88,7 +88,7 @@ TRAINER_KEYS_ELSEWHERE: Mapping[str, str] = {
     "output_dir": "output_dir, next to trainer",
     "default_root_dir": "output_dir, next to trainer",
 }
-"""As options of a user's trainer they are rejected too, because nothing would read them."""
+"""As options of a custom trainer they are rejected too, because nothing would read them."""
 
 OPTIONS_ELSEWHERE: Mapping[str, str] = {
     "lr": "trainer.optimizer.lr",
@@ -119,7 +119,7 @@ KEYS_WITHOUT_SETTING: Mapping[str, str] = {
     **dict.fromkeys(("push_to_hub", "hub_model_id"), "trainwright export RUN --push owner/name uploads the model"),
     **dict.fromkeys(
         ("average_tokens_across_devices", "ddp_find_unused_parameters", "use_distributed_sampler", "even_batches"),
-        "The run does what it is for without a setting",
+        "The run does this without a setting",
     ),
     "split_batches": "trainer.global_batch_size counts the samples of all ranks",
     "logging_first_step": "With log.every_steps: 1 every step has a line",
@@ -132,7 +132,7 @@ KEYS_WITHOUT_SETTING: Mapping[str, str] = {
 def advice_elsewhere(key: str, *, is_own: bool = False) -> str | None:
     """Returns the sentence that answers an option of another trainer; None for other keys.
 
-    With `is_own` the key is an option of a user's trainer, which may have names such as `weight_decay` itself.
+    With `is_own` the key is an option of a custom trainer, which may have names such as `weight_decay` itself.
     """
     if key in KEYS_WITHOUT_SETTING:
         return f"{KEYS_WITHOUT_SETTING[key]}."

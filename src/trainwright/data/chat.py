@@ -496,7 +496,7 @@ def _find_turn(template: _Template, messages: Sequence[Message], number: int, te
     advice = "set chat_template to one with {% generation %} markers."
     if not after.startswith(before):
         raise DataError(
-            f"the chat template begins the assistant's turn otherwise when it is to be generated than in messages"
+            f"the chat template begins the assistant's turn differently when it is to be generated than in messages"
             f"[{number}] ({_first_difference(before, after)}), for example with reasoning that the message does not "
             f"have, so that the beginning of the turn is unknown. Change the message, or {advice}"
         )

@@ -24,7 +24,7 @@ _READERS: Mapping[str, str] = {
     "txt": "text",
     "arrow": "arrow",
 }
-"""Which of the readers in `datasets` reads a local file, by the end of its name."""
+"""The reader in `datasets` for a local file, by the end of its name."""
 
 
 def load_hf_dataset(
@@ -100,7 +100,7 @@ class _Origin:
                 return cls(file=file, split=split)
             raise DataError(
                 f'load_hf_dataset: there is no file or folder "{text}". '
-                "A dataset of the Hugging Face hub is written hf://owner/name, with :split behind it."
+                "A dataset of the Hugging Face hub is written as hf://owner/name or hf://owner/name:split."
             )
         return cls(file=text, split="train")
 

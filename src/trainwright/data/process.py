@@ -539,7 +539,7 @@ class _RowProcessor(Dataset[Any]):
             yield [self._store(result, row) for result in self._call(row, sample)]
 
     def __getitems__(self, rows: range) -> list[list[StoredSample]]:
-        """Processes rows in a worker. Stored samples contain no tensors, each of which would need an open file."""
+        """Processes rows in a worker. Stored samples contain no tensors, because each would need an open file."""
         return list(self.process(rows))
 
     def describe(self, rows: range) -> str:

@@ -341,7 +341,7 @@ class StreamData(BatchLoader):
         if self.global_batch_size < state["progress"]["columns"]:
             raise DataError(
                 f"trainer.global_batch_size: {self.global_batch_size} is less than the {state['progress']['columns']} "
-                "lanes of this run, each of which is in every batch. Use at least that many."
+                "lanes of this run, and every batch has rows of each lane. Use at least that many."
             )
         if self._is_exhausted:
             raise DataError(

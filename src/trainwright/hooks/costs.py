@@ -146,7 +146,7 @@ class RunFacts:
     kernels: str | None = None
     """`model.kernels` of a transformers model; None for others."""
     has_mask: bool = False
-    """True if batches of a user's own model have an attention_mask."""
+    """True if batches of a custom model have an attention_mask."""
 
 
 class Cost(NamedTuple):

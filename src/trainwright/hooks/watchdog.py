@@ -242,7 +242,7 @@ def identify_process(pid: int) -> str:
     """Returns a text that identifies a process on all machines; empty if the system does not support it."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        # Process numbers of another container mean other processes.
+        # Process numbers of another container refer to other processes.
         container = Path("/proc/self/ns/pid").readlink()
         started = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except (OSError, IndexError):

@@ -78,7 +78,7 @@ class BenchmarkPass:
         return results
 
     def _check(self, results: Any, count: int) -> None:
-        """Rejects results of a user's benchmark that are not a list of mappings with its metrics."""
+        """Rejects results of a custom benchmark that are not a list of mappings with its metrics."""
         benchmark = self._configured.benchmark
         problem = None
         if not isinstance(results, Sequence) or not all(isinstance(each, Mapping) for each in results):

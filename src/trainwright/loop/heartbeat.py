@@ -16,7 +16,7 @@ PHASES = ("start-up", "data", "step", "reduce", "update", "hooks", "vote", "eval
 """The phases in the order of a step.
 
 step: forward and backward; reduce: the sum of the gradients over ranks; update: what follows it (with one process
-both are part of step); vote: the ranks agree whether to continue; evaluate is entered again for every batch.
+both are part of step); vote: the ranks agree on whether to continue; evaluate is entered again for every batch.
 """
 
 WORK = ("data", "step", "update", "hooks")
@@ -74,7 +74,7 @@ class Heartbeat:
         return self._finished[phase].total
 
     def seconds_at_work(self) -> float:
-        """Returns the total duration of all finished phases in which this rank waited for no other rank."""
+        """Returns the total duration of all finished phases in which this rank did not wait for another one."""
         finished = self._finished
         return sum([finished[phase].total for phase in WORK])
 

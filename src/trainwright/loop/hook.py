@@ -48,7 +48,7 @@ class Hook:
 
         before_train                        once, after state was restored
         for each update:
-            before_epoch                    where its first sample is the first of another epoch than before
+            before_epoch                    where its first sample begins an epoch
             before_step
             ... the update ...
             after_step                      trainer.step counts it already
@@ -110,7 +110,7 @@ class Hook:
         """Returns weights to evaluate with instead of the trained ones, by the names in the model; {} for none.
 
         The loop copies them into the model from `before_eval` to `after_eval`, and saves them in each checkpoint;
-        weights that are also in `state_dict` are saved once. Other weights are those of the training.
+        weights that are also in `state_dict` are saved once. Weights that it does not return keep their trained values.
         """
         return {}
 
@@ -162,7 +162,7 @@ class HookCalls:
         self.after_step = self._calls["after_step"]
 
     def check_after_each(self, check: Callable[[Callable[..., None]], None]) -> None:
-        """Calls `check` with each method of a user's hook after it was called."""
+        """Calls `check` with each method of a custom hook after it was called."""
 
         def checked(function: Callable[..., None]) -> Callable[..., None]:
             def call(*arguments: Any) -> None:

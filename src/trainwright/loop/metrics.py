@@ -41,7 +41,7 @@ def align_classes(outputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     if outputs.ndim == labels.ndim + 1 and (outputs.shape[0], *outputs.shape[2:]) == labels.shape:
         return outputs.movedim(1, -1).reshape(-1, outputs.shape[1]), labels.reshape(-1)
     raise ConfigError(
-        f"the outputs have the shape {tuple(outputs.shape)} and the labels {tuple(labels.shape)}. Give outputs "
+        f"the outputs have the shape {tuple(outputs.shape)} and the labels {tuple(labels.shape)}. Return outputs "
         "[..., classes] or [n, classes, ...] for labels [...]."
     )
 
@@ -106,7 +106,7 @@ def reject_no_metric(metric: Any, label: str, where: object | None) -> None:
     missing = [verb for verb in ("update", "compute", "reset") if not callable(getattr(metric, verb, None))]
     if missing:
         raise ConfigError(
-            f"{label}: {type(metric).__name__} is no metric: it has no {' and no '.join(missing)}. A metric has "
+            f"{label}: {type(metric).__name__} is not a metric: it has no {' and no '.join(missing)}. A metric has "
             "update(outputs, labels), compute() and reset().",
             where=where,
         )
@@ -250,7 +250,7 @@ class MetricNames:
         near = nearest(value, self.metrics, cutoff=_MISSPELLING)
         if near is not None:
             logger.warning(
-                '%s%s: %r is not a configured metric. Did you mean "%s/%s"? The first evaluation tells.',
+                '%s%s: %r is not a configured metric. Did you mean "%s/%s"? The first evaluation checks the name.',
                 f"{where}: " if where is not None else "",
                 label,
                 metric,

@@ -50,7 +50,7 @@ class ForwardResult:
 
     loss: Loss
     num_samples: int
-    """The weight of a plain loss or metric; 0 on a rank without samples of its own."""
+    """The weight of a plain loss or metric; 0 on a rank without samples."""
     metrics: dict[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] | None = None
     count: torch.Tensor | None = None
@@ -117,7 +117,7 @@ def _explain_no_logits(error: AttributeError | TypeError, model: torch.nn.Module
     if not (wanted and model.training and torch.is_grad_enabled()):
         return
     raise TrainwrightError(
-        f"{error}. While training, this model computes head and loss in one, and its logits are None. If this line "
+        f"{error}. While training, this model computes head and loss together, and its logits are None. If this line "
         "uses them, set model.fused_loss: false.",
         where=user_location(error),
     ) from error
@@ -131,7 +131,7 @@ def _explain_autocast(error: RuntimeError | TypeError, model: torch.nn.Module) -
     dtype = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(device), "this precision")
     reason = str(error).strip().splitlines()[0].rstrip(".")
     raise TrainwrightError(
-        f"This operation does not work with the {dtype} tensors that runtime.precision gives it ({reason}). Convert "
+        f"This operation does not work with the {dtype} tensors of this runtime.precision ({reason}). Convert "
         f'them with .float(), compute it within torch.autocast("{device}", enabled=False), or set runtime.precision: '
         "fp32.",
         where=user_location(error),
@@ -203,7 +203,7 @@ def _explain_dtypes(error: RuntimeError, batch: Any, model: torch.nn.Module) -> 
         word = "bf16" if short == torch.bfloat16 else "fp16"
         raise TrainwrightError(
             f"The weights are {word}, but the batch's {other} is float32 ({error}). Set runtime.precision: {word}, "
-            "which casts where operations need it, or give the data in that precision."
+            "which casts where operations need it, or convert the data to that precision."
         ) from error
     named = str(error).lower()
     doubles = [name for name, value in fields.items() if value.dtype == torch.float64 and "double" in named]
@@ -365,7 +365,7 @@ def _with_criterion(
     if type(criterion) in _ELEMENTWISE and scores.shape != labels.shape:
         raise CriterionError(
             f"{_name_of(criterion, configured)} would compare every output with every label: outputs {_shown(scores)} "
-            f"and labels {_shown(labels)} have different shapes, and torch broadcasts them. Let forward give outputs "
+            f"and labels {_shown(labels)} have different shapes, and torch broadcasts them. Let forward return outputs "
             "of the shape of the labels, such as outputs.squeeze(-1).",
             where=None if configured is None else configured.where,
         )
@@ -381,7 +381,7 @@ def _with_criterion(
             error.add_note(f"{name} got {pair}.")
             raise
         reason = str(error).rstrip(".")
-        advice = "Let forward give outputs of the shape and the dtype that it takes, or choose another criterion."
+        advice = "Let forward return outputs of the shape and the dtype that it accepts, or choose another criterion."
         if scores.ndim == labels.ndim + 1 and labels.dtype != torch.int64:
             advice = "Class indices are int64: convert the labels of the dataset with .long()."
         raise CriterionError(
@@ -429,7 +429,7 @@ def _reject_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -
         raise TrainwrightError(
             f"forward returned {_describe(returned)}, and {type(model).__name__} has no criterion. If these are "
             "scores, set trainer.loss, such as {type: cross_entropy}, or give the model a criterion (self.criterion = "
-            "nn.CrossEntropyLoss()), which gets them and the batch's labels. If they are the losses of single samples, "
+            "nn.CrossEntropyLoss()), which receives them and the batch's labels. If they are the losses of single samples, "
             "reduce them with .mean(), or return Mean(total, count)."
         )
 

@@ -169,7 +169,7 @@ def _select(batch: Any, length: int, rows: slice) -> Any:
 
 
 def _is_dict_of_tensors(batch: Any) -> bool:
-    """True for most batches, which then need no walk over nested containers (100 µs)."""
+    """True for most batches, whose nested containers then need not be traversed (100 µs)."""
     return type(batch) is dict and all(type(value) is torch.Tensor for value in batch.values())
 
 

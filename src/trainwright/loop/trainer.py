@@ -257,7 +257,7 @@ class Trainer:
             save if due            (after_save)
         after_train; close
 
-    A subclass with a constructor of its own passes `**rest` on unread: it carries what a trainer needs besides its
+    A subclass with its own constructor passes `**rest` on unchanged: it contains what a trainer needs besides its
     named arguments.
     """
 
@@ -1102,7 +1102,7 @@ class Trainer:
         self._stop_signal.reset()
 
     def skip_evaluation(self) -> None:
-        """Evaluates nothing during `train`."""
+        """Disables evaluations during `train`."""
         self.eval_data, self.benchmarks, self.test_data = {}, {}, None
 
     def evaluate_only_at_end(self) -> None:
@@ -1374,7 +1374,7 @@ class Trainer:
             self.save()
             return True
         except Exception:
-            # The update is complete: save it, then raise. Saving takes all ranks.
+            # The update is complete: save it, then raise. Saving needs all ranks.
             state.phase = "between_steps"
             if not self.ranks.is_alone:
                 self.save()
@@ -1529,7 +1529,7 @@ class Trainer:
             return found
         if found[0]:
             kind = type(optimizers[0]).__name__
-            raise ConfigError(f"hooks: {kind} has averaged weights of its own. Remove the hook that averages weights.")
+            raise ConfigError(f"hooks: {kind} also has averaged weights. Remove the hook that averages weights.")
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         pairs = [pair for optimizer in optimizers for pair in eval_weights(optimizer)]
         return {names[id(each)]: value for each, value in pairs if id(each) in names}, True
@@ -1848,7 +1848,7 @@ class Trainer:
         data.skip_positions(start, stop)
         if ranks.is_first:
             logger.warning(
-                "Rolled back to step %d. Data positions %d to %d are left out.", self._state.step, start, stop - 1
+                "Rolled back to step %d. Data positions %d to %d are skipped.", self._state.step, start, stop - 1
             )
         self.train_loop_begin()
 

@@ -449,7 +449,7 @@ class Updater:
             schedule.check_length(self.max_steps)
 
     def share_buffers(self) -> None:
-        """Gives every rank the first rank's buffers, so that a run resumed from a checkpoint has the same."""
+        """Copies the first rank's buffers to every rank, so that a run resumed from a checkpoint has the same."""
         if self._buffers:
             copy_from_first([read_buffer(each) for each in self._buffers], self.ranks)
 
@@ -536,7 +536,7 @@ class Updater:
             if self.num_repeated != 1:
                 raise ConfigError(
                     f"{type(optimizer).__name__} computes the loss again, but train_step calls apply "
-                    f"{self.num_repeated} times, so which loss it needs is not known. Call apply once in a step, or "
+                    f"{self.num_repeated} times, so the loss that it needs is ambiguous. Call apply once in a step, or "
                     "use another optimizer."
                 )
             return loss
@@ -653,7 +653,7 @@ class Update:
         """True if those steps change nothing, because no label counts."""
         is_plain = updater.sync is None and updater.pipeline is None and updater.backward_steps is None
         self._checks_gradients = updater.checks_gradients and is_plain and num_backwards is not None
-        """True in the first update, unless the step is the user's own, which may do with gradients what it wants."""
+        """True in the first update, unless the step is the user's own, which may use gradients as it wants."""
         self._had_gradients = False
         """True if there were gradients after the last backward."""
         updater.checks_gradients = False

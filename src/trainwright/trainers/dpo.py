@@ -33,7 +33,7 @@ from trainwright.trainers.reference_table import TABLE_FILE, ReferenceTable
 logger = logging.getLogger(__name__)
 
 WITHOUT_REFERENCE = ("orpo", "simpo")
-"""The losses that compare with no reference model."""
+"""The losses that need no reference model."""
 PER_TOKEN = ("orpo", "simpo")
 """The losses whose log-probabilities, also those in the log, are means per token instead of sums."""
 

@@ -102,7 +102,7 @@ def reject_own_generator(collator: Any, *, where: object | None = None) -> None:
     """
     if getattr(collator, "seed", None) is not None and hasattr(collator, "create_rng"):
         raise ConfigError(
-            f"data.collator.seed: {type(collator).__name__} draws from a generator of its own, which is not part of a "
+            f"data.collator.seed: {type(collator).__name__} draws from its own generator, which is not part of a "
             "checkpoint, so a resumed run would differ. Remove it: batches are seeded from the run's seed and their "
             "position.",
             where=where,

@@ -54,7 +54,7 @@ def require(columns: Mapping[str, Any], field: str, advice: str) -> list[Any]:
 
 
 def names_of(setting: str, value: Sequence[str]) -> tuple[str, ...]:
-    """Returns a setting that lists fields; rejects a single text, which would be read letter by letter."""
+    """Returns a setting that lists fields; rejects a single text, which would be read character by character."""
     if isinstance(value, str) or not all(isinstance(one, str) for one in value):
         raise ConfigError(f"{setting} is {value!r}. Use a list of field names, such as [url, id].")
     return tuple(value)
@@ -91,7 +91,7 @@ def _token_row(value: Any, field: str, number: int) -> npt.NDArray[Any]:
 
 
 def check_tokens(tokens: npt.NDArray[Any], field: str, vocab_size: int | None, *, besides: int | None = None) -> None:
-    """Rejects tokens [samples, width] below 0 or outside the vocabulary; `besides` is one more valid value."""
+    """Rejects tokens [samples, width] below 0 or outside the vocabulary; `besides` is another valid value."""
     wrong = tokens < 0 if vocab_size is None else (tokens < 0) | (tokens >= vocab_size)
     if besides is not None:
         wrong &= tokens != besides

@@ -344,7 +344,7 @@ class ChatStream(ProcessedStream):
 
 
 class JsonRows(Dataset[Any]):
-    """The rows of .json files, each of which contains one list; all are read at first use."""
+    """The rows of .json files that contain one list each; all are read at first use."""
 
     draws_nothing = True  # the loader need not seed each sample
 

@@ -42,7 +42,7 @@ class Digits(Dataset[dict[str, Tensor]]):
         return {"pixel_values": pixel_values[index], "labels": labels[index]}
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
+        """Returns the samples of a batch; torch's loader calls this instead of one call per sample."""
         pixel_values, labels = self._load()
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         return [

@@ -165,7 +165,7 @@ class FileRows(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
+        """Returns the samples of a batch; torch's loader calls this instead of one call per sample."""
         rows = positive_indices(indices, size=len(self), of=f"rows of {self.path}")
         numbers = np.searchsorted(self._ends, rows, side="right")
         return [self._read(number, row) for number, row in zip(numbers.tolist(), rows.tolist(), strict=True)]

@@ -151,13 +151,13 @@ class PreferencesFormat(JsonLinesFormat):
             self._has_warned = True
             logger.warning(
                 "A prompt is not tokenized the same with its answer: its last tokens, %r, merge with the first of the "
-                "answer, or are rendered otherwise, and count as part of the answer. End prompts at a border between "
-                "tokens, such as before a space. Further rows may be alike.",
+                "answer, or are rendered differently, and count as part of the answer. End prompts at a border between "
+                "tokens, such as before a space. Further rows may have the same problem.",
                 self.tokenizer.decode(prompt[length:]),
             )
         if self.max_length is not None and length >= self.max_length:
             raise RowError(
-                f"the prompt has {length} tokens, which leaves nothing of the answer within max_length, "
+                f"the prompt has {length} tokens, which leaves no space for the answer within max_length, "
                 f"{self.max_length}. Raise it, remove the row, or set data.on_error: skip."
             )
         for name, answer in answers.items():

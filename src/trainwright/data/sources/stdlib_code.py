@@ -146,7 +146,7 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
+        """Returns the samples of a batch; torch's loader calls this instead of one call per sample."""
         length = self.sequence_length
         blocks = positive_indices(indices, size=len(self), of=f"blocks of the {self.part} part")
         return [to_sample(self.tokens[start : start + length]) for start in (blocks * length).tolist()]

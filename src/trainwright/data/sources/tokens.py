@@ -102,7 +102,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
+        """Returns the samples of a batch; torch's loader calls this instead of one call per sample."""
         samples = []
         for index in positive_indices(indices, size=len(self), of=f"samples of {self.path}").tolist():
             samples.append(to_sample(self._read(index)))
@@ -232,7 +232,7 @@ def _map_tokens(path: Path, dtype: str) -> npt.NDArray[Any]:
 
 
 def _find_documents(tokens: npt.NDArray[Any], end: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Returns the start and the length of each document; what follows the last end is one more."""
+    """Returns the start and the length of each document; tokens after the last end are another document."""
     found = [
         np.flatnonzero(tokens[start : start + _SCAN_TOKENS] == end) + (start + 1)
         for start in range(0, len(tokens), _SCAN_TOKENS)
