@@ -130,7 +130,7 @@ def test_explain_says_who_makes_the_batches_and_what_is_saved(project):
     done = run_command("explain", "run.yaml")
     assert done.returncode == 0
     assert mentions(done.stdout, "data.train", "next_train_inputs makes the batches")
-    assert mentions(done.stdout, "The loop", "as many samples a step as next_train_inputs returns")
+    assert mentions(done.stdout, "The loop", "as many samples per step as next_train_inputs returns")
     lines = done.stdout.splitlines()
     for event in ("state_dict", "load_state_dict"):
         after = lines[next(number for number, line in enumerate(lines) if line.split()[:1] == [event]) + 1]

@@ -49,7 +49,7 @@ def on_ranks(size, act, **axes):
 
 
 def along(ranks, axes):
-    """The same ranks in a layout of their own; the groups that training needs besides are skipped."""
+    """The same ranks in a layout of their own; the groups that training needs besides are left out."""
     sizes = {**ALONE, **axes}
     shape = (sizes["pipeline"], sizes["replicate"], sizes["fsdp"] * sizes["context"], sizes["tensor"])
     layers = init_device_mesh("cpu", shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))

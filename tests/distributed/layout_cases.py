@@ -426,7 +426,7 @@ def words_of(act):
 
 
 def main(folder, left_out=frozenset()):
-    """Runs all cases of this world size on this rank, but for pairs of a case and a layout that are skipped."""
+    """Runs all cases of this world size on this rank, but for pairs of a case and a layout that are left out."""
     rank, world = processes.rank_and_size()
     for layout, axes in LAYOUTS.items():
         if world != torch.tensor(list(axes.values()) or [1]).prod().item():

@@ -186,7 +186,7 @@ def test_a_glob_that_matches_only_what_is_frozen_tied_or_another_s_says_so():
         return str(caught.value)
 
     tied = "trainer.optimizer.groups.0.match: 'head.w*' matches no parameter of this optimizer: head.weight is tied to "
-    assert problem("head.w*").startswith(tied + "body.weight and goes by that name. Change the glob")
+    assert problem("head.w*").startswith(tied + "body.weight and listed under that name. Change the glob")
     assert "body.bias is frozen" in problem("body.b*")
     assert mentions(problem("head.b*"), "head.bias")
     assert mentions(problem("nothing"), "nothing")

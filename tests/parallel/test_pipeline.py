@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def tokens(num_rows, length, *, seed):
-    """Some rows of tokens with labels, some of which are skipped."""
+    """Some rows of tokens with labels, some of which are left out."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, SMALL["vocab_size"], (num_rows, length), generator=generator)
     labels = ids.clone()

@@ -892,9 +892,9 @@ def remarks_on_samples(samples: Sequence[Sample]) -> Iterable[str]:
 
 def remarks_on_failures(failures: Sequence[RowFailure]) -> Iterable[str]:
     """Yields the rows that could not be read."""
-    yield from (f"Left out: {failure.describe()}." for failure in failures[:_MAX_ROWS])
+    yield from (f"Skipped: {failure.describe()}." for failure in failures[:_MAX_ROWS])
     if len(failures) > _MAX_ROWS:
-        yield f"Left out: {len(failures) - _MAX_ROWS} further rows that cannot be read."
+        yield f"Skipped: {len(failures) - _MAX_ROWS} further rows that cannot be read."
 
 
 # the report

@@ -85,7 +85,7 @@ def tune_micro_batch(
         )
     if config.trainer.optimizer_in_backward:
         raise ConfigError(
-            "tune batch: trainer.optimizer_in_backward needs one micro-batch per update, so there is nothing to measure.",
+            "tune batch: trainer.optimizer_in_backward needs one micro-batch per update: there is nothing to tune.",
             where=config.origin("trainer.optimizer_in_backward"),
         )
     if largest is None:

@@ -76,7 +76,7 @@ def render_manifest(content: Mapping[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the entries of the manifest in `folder`: format, step, created, metrics, parts, files; raises if it is damaged."""
+    """Returns the entries of the manifest in `folder` (format, step, created, metrics, parts, files), or raises."""
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()

@@ -55,7 +55,7 @@ def new(
     print("\nNext:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(folder))}")
-    print("  trainwright train run.yaml      # trains in seconds; again: continues, or says that it is done")
+    print("  trainwright train run.yaml      # trains in seconds; again: continues, or reports that it is done")
     print("  trainwright explain run.yaml    # the loop as it runs, with these files in it")
     print("  python -m pytest                # the project's own test (pip install pytest)")
 

@@ -1,6 +1,6 @@
 """Graph mode: a step that is captured once as a CUDA graph and replayed for every batch of the same shapes.
 
-The first updates of a shape warm up; then Python runs once more, while the step is captured. On a CPU the step runs eagerly each time,
+The first updates of a shape warm up, and the next one is captured. On a CPU the step runs eagerly each time,
 under the same guards (guards.py). The trainer passes its `train_step`; this module knows no trainer.
 
 With several ranks a graph contains the collectives of its step. NCCL requires that all ranks capture an operation in

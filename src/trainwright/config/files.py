@@ -195,7 +195,7 @@ def _text_of(path: Path, shown: str) -> str:
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}.", where=Origin(shown, 1)) from error
     if len(text) > _MAX_LETTERS:
-        raise ConfigError(f"the file is larger than {_MAX_LETTERS:,} characters. Is it a config?", where=Origin(shown, 1))
+        raise ConfigError(f"the file has over {_MAX_LETTERS:,} characters. Is it a config?", where=Origin(shown, 1))
     return text
 
 

@@ -127,7 +127,7 @@ class _Resolver:
             pieces.append("${" if mark[0] == "$${" else self._text(mark, node, path))
         pieces.append(text[end:])
         if sum(map(len, pieces)) > _MAX_LETTERS:
-            self._reject(node, path, f"the references make a text of more than {_MAX_LETTERS:,} letters.")
+            self._reject(node, path, f"the references make a text of more than {_MAX_LETTERS:,} characters.")
         return Node("".join(pieces), origin)
 
     def _text(self, mark: re.Match[str], node: Node, path: KeyPath) -> str:

@@ -205,7 +205,7 @@ def _count(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for part in torch.split(values.reshape(-1), _CHUNK) if values.numel() else ():
         part = part.float()
         is_finite = torch.isfinite(part)
-        # 0 for magnitudes that are too small for a bin of their own, such as 0, whose logarithm is -inf.
+        # 0 for magnitudes that are too small for a separate bin, such as 0, whose logarithm is -inf.
         number = torch.floor(torch.log2(part.abs()) * _BINS_PER_OCTAVE) + (_NUM_SIDE // 2 + 1)
         index = torch.sign(part) * number.clamp(0, _NUM_SIDE) + _NUM_SIDE
         index = torch.where(is_finite, index, _NUM_BINS).long()

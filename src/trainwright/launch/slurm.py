@@ -218,7 +218,7 @@ def _is_active(job_id: str) -> bool:
 
 
 def _command_lines(command: Sequence[str]) -> list[str]:
-    """Returns the quoted command: the program and its file on one line, each override on a line of its own."""
+    """Returns the quoted command: the program and its file on one line, each override on a separate line."""
     words = [shlex.quote(word) for word in command]
     head = next((index for index, word in enumerate(words) if word.endswith((".yaml", ".yml"))), len(words) - 1) + 1
     return [" ".join(words[:head]), *words[head:]]

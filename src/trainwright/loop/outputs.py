@@ -429,8 +429,8 @@ def _reject_scores(returned: torch.Tensor, batch: Any, model: torch.nn.Module) -
         raise TrainwrightError(
             f"forward returned {_describe(returned)}, and {type(model).__name__} has no criterion. If these are "
             "scores, set trainer.loss, such as {type: cross_entropy}, or give the model a criterion (self.criterion = "
-            "nn.CrossEntropyLoss()), which receives them and the batch's labels. If they are the losses of single samples, "
-            "reduce them with .mean(), or return Mean(total, count)."
+            "nn.CrossEntropyLoss()), which receives them and the batch's labels. If they are the losses of single "
+            "samples, reduce them with .mean(), or return Mean(total, count)."
         )
 
 

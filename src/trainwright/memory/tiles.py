@@ -104,7 +104,7 @@ def reject_mixing(label: str, name: str, layer: nn.Module) -> None:
         if isinstance(child, _MIXING):
             raise ConfigError(
                 f"{label}: {name or 'the model'} is not token-wise: it has a {type(child).__name__}, which combines "
-                "tokens. Use layers that map each token by itself, such as the MLP."
+                "tokens. Use layers that map each token independently, such as the MLP."
             )
     weights = dict(layer.named_parameters())
     if any(is_split(weight) for weight in weights.values()):
@@ -133,7 +133,7 @@ def reject_mixing(label: str, name: str, layer: nn.Module) -> None:
             try:
                 whole = functional_call(layer, drawn, (example,))
                 part = functional_call(layer, drawn, (example[:, _SLICE],))
-            except Exception as error:  # any error of a user's layer for a wrong width
+            except Exception as error:  # any error of a custom layer for a wrong width
                 failure = failure or error
                 continue
             _compare(label, name, example, whole, part)
@@ -171,7 +171,7 @@ def _compare(label: str, name: str, example: Tensor, whole: Any, part: Any) -> N
     if not is_equal:
         raise ConfigError(
             f"{label}: {name} is not token-wise: its output for some tokens depends on the others. Use "
-            "layers that map each token by itself, such as the MLP."
+            "layers that map each token independently, such as the MLP."
         )
 
 

@@ -1,7 +1,7 @@
 """Bert and BertClassifier: a bidirectional encoder, with a head for masked tokens or a head for whole texts.
 
 Parameters are named as in transformers' BertForMaskedLM and BertForSequenceClassification.
-Shapes in comments: batch B, sequence S, hidden width D. Training lives in trainers/.
+Shapes in comments: batch B, sequence S, hidden width D. Training is in trainers/.
 """
 
 from __future__ import annotations

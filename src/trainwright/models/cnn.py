@@ -1,7 +1,7 @@
 """CNN: a small convolutional classifier for images of any size.
 
 Each stage halves the image and changes the number of channels; the channels of the last stage are averaged over all
-positions. Shapes in comments: batch B, channels C. Training lives in trainers/classification.py.
+positions. Shapes in comments: batch B, channels C. Training is in trainers/classification.py.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CNN(Model):
         """Maps images [B, num_channels, height, width] to logits [B, num_labels] and, given labels, their mean loss."""
         if pixel_values.dim() != 4 or pixel_values.shape[1] != self.settings["num_channels"]:
             raise DataError(
-                f"pixel_values have the shape {list(pixel_values.shape)}, but the model takes [batch, "
+                f"pixel_values have the shape {list(pixel_values.shape)}, but the model expects [batch, "
                 f"{self.settings['num_channels']}, height, width]. Change the images, or model.num_channels."
             )
         hidden = pixel_values

@@ -117,7 +117,7 @@ class Llama(DecoderModel):
         """Initializes all weights and ties the head."""
         draw_weights(self, self.settings["initializer_range"])
         if self.settings["tie_embeddings"]:
-            # Moving off the meta device makes two parameters of the shared one; this makes them one again.
+            # Moving off the meta device creates two parameters from a shared one; this ties them again.
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
@@ -273,7 +273,7 @@ def default_intermediate_size(hidden_size: int) -> int:
 
 
 def _reject_sliding_window(config: Mapping[str, Any]) -> None:
-    """Rejects sliding windows: every layer here attends to all tokens before."""
+    """Rejects sliding windows: every layer here attends to all previous tokens."""
     kind = config.get("model_type")
     window = config.get("sliding_window", 4096) if kind == "mistral" else None
     if kind == "qwen2" and config.get("use_sliding_window"):
@@ -281,7 +281,7 @@ def _reject_sliding_window(config: Mapping[str, Any]) -> None:
     if window is not None or "sliding_attention" in (config.get("layer_types") or ()):
         raise ConfigError(
             f"config.json has a sliding window of {window or config.get('sliding_window')} tokens, but Llama attends "
-            "to all tokens before. Use transformers' class: model.type: transformers:AutoModelForCausalLM."
+            "to all previous tokens. Use transformers' class: model.type: transformers:AutoModelForCausalLM."
         )
 
 

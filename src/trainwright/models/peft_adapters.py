@@ -31,7 +31,7 @@ _ALIASES: Mapping[str, tuple[str, dict[str, Any]]] = {
 _PROVIDED = ("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode")
 """Fields of peft's configs that describe a saved adapter; a run cannot set them."""
 _NAMES_OF_LORA = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "match": "target_modules"}
-"""What `model.lora` calls fields of peft's LoraConfig."""
+"""The names in `model.lora` of fields of peft's LoraConfig."""
 _FROM_RANDOM = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initializations of LoRA that leave the base weights unchanged; the others (pissa, olora, loftq, …) change them."""
 _IDENTITY = (True, None, "gaussian", "eva")
@@ -174,7 +174,7 @@ def _warn_of_fused_experts(model: nn.Module, config: Any, targets: Any) -> None:
         advice = f"{type(config).__name__} cannot adapt them; type: lora can, with target_parameters"
     more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
     logger.warning(
-        "model.peft: target_modules %s reaches linear layers only. These fused experts (3-D parameters) get no adapter "
+        "model.peft: target_modules %s matches linear layers only. These fused experts (3-D parameters) get no adapter "
         "and stay frozen: %s%s. %s.",
         ", ".join(named),
         ", ".join(paths[:4]),

@@ -34,8 +34,8 @@ class T5(Model):
     gated such as `gated-gelu`, as in version 1.1. `scale_outputs` divides the states before the head by √D; it belongs
     to a tied head and follows `tie_embeddings` by default. Distances of `max_distance` tokens and more share one
     bucket; smaller ones share the other buckets. `fused_loss` computes head and loss in chunks in training, so the
-    logits of all tokens are never in memory and `logits` is None. Left at None it is so on a GPU, with the head and the
-    criterion that the model was made with.
+    logits of all tokens are never in memory and `logits` is None. None enables it on a GPU if the model has
+    its original head and criterion.
     """
 
     hugging_face_types = ("t5",)

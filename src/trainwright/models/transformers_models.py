@@ -161,13 +161,13 @@ def _reject_crossing(model: nn.Module, kwargs: Mapping[str, Any], known: Mapping
     name = type(model).__name__.removeprefix("FSDP")
     if form == "mask":
         raise ConfigError(
-            f"Packed documents see each other in {name}, which ignores the mask of the data (borders: mask). Set "
+            f"Packed documents attend to each other in {name}, which ignores the mask of the data (borders: mask). Set "
             "attn_implementation: sdpa in the model section, or use borders: documents, rows of one document each, or "
             "another model; borders: none accepts it."
         )
     raise ConfigError(
-        f"Packed documents see each other in {name}, which does not read their borders from position_ids. Set borders: "
-        "mask in the section of the data that packs them, or use rows of one document each, or another model; "
+        f"Packed documents attend to each other in {name}, which does not read their borders from position_ids. Set "
+        "borders: mask in the section of the data that packs them, or use rows of one document each, or another model; "
         "borders: none accepts it."
     )
 
@@ -262,7 +262,7 @@ def build_transformers(
 
     `arguments` are the keywords of its config (an Auto class needs `model_type` or a folder), changes to the folder's
     config if there is one, and `attn_implementation`, `dtype` and `fused_loss`. `kernels: fast` uses the attention of
-    transformers_kernels.py unless `attn_implementation` is set, and head and loss in one unless `fused_loss` is false;
+    transformers_kernels.py unless `attn_implementation` is set, and a fused head and loss unless `fused_loss` is false;
     with None only on a GPU. Weights are float32 unless `dtype` is set, in whatever dtype they are stored: 16-bit
     weights lose small updates. Unless `strict` is false, other shapes, missing and unexpected
     keys are rejected. With None, keys may differ if the class is not the saved one, because the head differs.
@@ -536,7 +536,7 @@ def _given_config(target: type[Any], arguments: dict[str, Any], told: Mapping[st
     if arguments.get("num_labels", len(told.get("id2label") or ())) != len(told.get("id2label") or ()):
         # The names of another number of labels: transformers would warn.
         told = {key: value for key, value in told.items() if key not in ("id2label", "label2id")}
-    # `_name_or_path` and the like in the file are not checked.
+    # `_name_or_path` and similar keys of the file are not checked.
     return _make_config(config_class, {**told, **arguments, "dtype": None, "torch_dtype": None}, source)
 
 

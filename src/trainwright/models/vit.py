@@ -2,7 +2,7 @@
 
 Files use the names of transformers' ViTForImageClassification; the modules here have shorter ones, mapped by rules.
 Shapes in comments: batch B, patches and the class token S, hidden width D.
-Training lives in trainers/classification.py.
+Training is in trainers/classification.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainwright.models.model import KeyRule, Model
 
 
 class ViT(Model):
-    """Sorts images into `num_labels` classes: `labels` [B]; one label means a number to predict.
+    """Classifies images into `num_labels` classes: `labels` [B]; one label means regression.
 
     `forward` returns `{"loss": ..., "logits": ...}`, logits [B, num_labels]; without labels the loss is None.
     `image_size` and `patch_size` are the pixels of a side, or [height, width]; incomplete patches are omitted.
@@ -146,7 +146,7 @@ class Body(nn.Module):
         if num_patches == 0:
             raise ConfigError(
                 f"patch_size {patch[0]} × {patch[1]} is larger than image_size {self.image_shape[1]} × "
-                f"{self.image_shape[2]}: there is not one patch. Use smaller patches."
+                f"{self.image_shape[2]}: there is no patch. Use smaller patches."
             )
         self.patch_projection = nn.Conv2d(settings["num_channels"], hidden_size, kernel_size=patch, stride=patch)
         self.cls_token = nn.Parameter(torch.empty(1, 1, hidden_size))
@@ -168,7 +168,7 @@ class Body(nn.Module):
         """Divides the images into patches and embeds them; the images must have the size of the position embeddings."""
         if pixel_values.shape[1:] != self.image_shape:
             raise DataError(
-                f"pixel_values have the shape {list(pixel_values.shape)}, but the model takes images of "
+                f"pixel_values have the shape {list(pixel_values.shape)}, but the model expects images of "
                 f"{list(self.image_shape)} (num_channels, image_size). Resize them, or change the model's settings."
             )
         patches = self.patch_projection(pixel_values).flatten(2).transpose(1, 2)  # [B, S - 1, D]
@@ -210,7 +210,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns what is added to the residual stream."""
+        """Returns the output that is added to the residual stream."""
         dropout = self.dropout if self.training else 0.0
         queries, keys, values = self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)
         output: Tensor = self.o_proj(attend(queries, keys, values, head_size=self.head_size, dropout=dropout))
@@ -227,7 +227,7 @@ class MLP(nn.Module):
         self.activation = find_activation(settings["activation"])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns what is added to the residual stream."""
+        """Returns the output that is added to the residual stream."""
         output: Tensor = self.fc2(self.activation(self.fc1(hidden)))
         return output
 

@@ -373,7 +373,7 @@ def describe_unowned(model: nn.Module, owned: Mapping[str, Tensor]) -> dict[str,
         if name in owned:
             continue
         if id(parameter) in names:
-            reasons[name] = f"is tied to {names[id(parameter)]} and goes by that name"
+            reasons[name] = f"is tied to {names[id(parameter)]} and listed under that name"
         elif not parameter.requires_grad:
             reasons[name] = "is frozen"
         else:

@@ -124,7 +124,7 @@ class Step(Schedule):
     """Multiplies the rate by `factor` at each milestone, or every N steps; exactly 1.0 before.
 
     `every_steps` counts from the peak, which is the start of the run without warm-up. `milestones` are increasing
-    counts of completed updates after the warm-up; the first update after each has the lower rate. Set one of both.
+    counts of completed updates after the warm-up; the first update after each has the lower rate. Set one of the two.
     """
 
     def __init__(

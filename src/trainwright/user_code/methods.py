@@ -121,7 +121,7 @@ HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
 """Events of hooks in other frameworks, and their names in this package."""
 
 _STAGED_EVENTS = {"setup": "before_train", "teardown": "close"}
-"""Events that a hook of Lightning has with a parameter `stage`; anybody may use their names."""
+"""Events of Lightning's hooks that are recognized by a parameter `stage`, because their names are common."""
 
 GENERAL_NAMES: Mapping[str, tuple[str, str]] = {
     "setup": ("stage", "Build the parts in the build_* methods, or override post_init(self)"),
@@ -129,7 +129,7 @@ GENERAL_NAMES: Mapping[str, tuple[str, str]] = {
     "log": ("logs", "Override train_loop_end(self), which returns the log line"),
     "save_model": ("output_dir", "Add a hook with after_save(self, path), or run trainwright export"),
 }
-"""Methods of trainers in other frameworks with names that anybody may use: the parameter that tells them, and what to
+"""Methods of trainers in other frameworks with common names: the parameter by which they are recognized, and what to
 do instead."""
 
 ATTRIBUTES_ELSEWHERE: Mapping[str, str] = {
@@ -137,7 +137,7 @@ ATTRIBUTES_ELSEWHERE: Mapping[str, str] = {
         ("log", "log_dict"), "Return metrics from forward, as (loss, {name: value}), or call self.storage.put_scalar"
     ),
     "current_epoch": "Use self.epoch",
-    "should_stop": "Call stop(reason) to stop; stop_reason tells why a run ends",
+    "should_stop": "Call stop(reason) to stop; stop_reason is the reason why it ended",
     **dict.fromkeys(
         ("callback_metrics", "logged_metrics"), "Use storage.latest(), or the logs of after_eval(self, logs)"
     ),
@@ -218,7 +218,7 @@ def reject_task_methods(task_class: type, contract: type) -> None:
 def check_model_methods(model: object, *, calls_model: bool) -> None:
     """Checks a model that is a module of Lightning, whose steps no loop calls here.
 
-    Raises for its training_step if `calls_model`: if neither the trainer nor the task has a forward of its own, so that
+    Raises for its training_step if `calls_model`: if neither the trainer nor the task overrides forward, so that
     the loss comes from the model's forward. Logs the names of its other methods that the run does not call.
     """
     steps = [name for name in ("training_step", "configure_optimizers") if _defined_by_user(type(model), name)]
@@ -236,7 +236,7 @@ def check_model_methods(model: object, *, calls_model: bool) -> None:
     uncalled = [each for each in (*others, *HOOK_METHODS_ELSEWHERE) if _defined_by_user(type(model), each)]
     if uncalled:
         logger.warning(
-            "%s: the run does not call %s of %s. The settings and the trainer have what they are for.",
+            "%s: the run does not call %s of %s. Use settings or methods of the trainer instead.",
             where,
             ", ".join(uncalled),
             name,

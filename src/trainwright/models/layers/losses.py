@@ -110,7 +110,7 @@ def fuses_loss(wanted: bool | None, head: nn.Module, criterion: nn.Module, hidde
     if wanted and not usable:
         raise ConfigError(
             f"fused_loss is true, but the model has the head {head} and the criterion {criterion}. "
-            "It needs those that the model was made with: a linear head without hooks or sharded weight, and the "
+            "It needs the original ones: a linear head without hooks or sharded weight, and the "
             "mean cross-entropy. Leave fused_loss out."
         )
     return usable
@@ -211,7 +211,7 @@ def _losses_and_grads(
     del logits
     of_target = log_shares.gather(1, chosen)
     if torch.compiler.is_compiling():
-        # One pass for the compiler to fuse, without any float32 copy; to scatter would end it.
+        # One pass that the compiler fuses, without any float32 copy; a scatter would end it.
         classes = torch.arange(log_shares.shape[1], device=states.device)
         shares = log_shares.exp()
         return of_target, torch.where(classes == chosen, shares - 1, shares).to(states.dtype)

@@ -1,4 +1,4 @@
-"""Smooth: what is learned. This file only has the differences to trainwright's own Trainer."""
+"""Smooth: the loss and its options. This file only has the differences to trainwright's own Trainer."""
 
 import torch.nn.functional as F
 
@@ -21,4 +21,4 @@ class Smooth(Trainer):
     #   train_step(self, batch)           one update
     #   eval_step(self, batch)            one batch of an evaluation → its metrics
     #   train_loop_end(self)              the line that is logged
-    #   build_model(cls, build), …        how a part is made
+    #   build_model(cls, build), …        how a part is built

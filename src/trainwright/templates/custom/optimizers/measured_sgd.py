@@ -4,7 +4,7 @@ import torch
 
 
 class MeasuredSGD(torch.optim.Optimizer):
-    """`params` is given by trainwright, the rest by run.yaml; a schedule sets `lr`."""
+    """trainwright passes `params`, run.yaml has the rest; a schedule sets `lr`."""
 
     def __init__(self, params, lr, momentum=0.9):
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -17,7 +17,7 @@ class MeasuredSGD(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                # What is kept in self.state is saved with each checkpoint and restored with it.
+                # self.state is saved with each checkpoint and restored with it.
                 state = self.state[parameter]
                 if not state:
                     state["velocity"] = torch.zeros_like(parameter)

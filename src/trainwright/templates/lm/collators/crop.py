@@ -6,7 +6,7 @@ import torch
 class Crop:
     """Stacks the samples' tokens, truncated to `max_length`; shorter blocks make faster steps.
 
-    The batch's keys are the arguments that Trainer.forward gets. It is used in training and in evaluation.
+    The batch's keys are the arguments of Trainer.forward. It is used in training and in evaluation.
     """
 
     def __init__(self, max_length):

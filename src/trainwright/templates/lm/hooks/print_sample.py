@@ -1,4 +1,4 @@
-"""PrintSample: prints a text that the model generates. A hook acts at events of a run and changes no result."""
+"""PrintSample: prints generated text. A hook is called at events of a run and does not change the results."""
 
 import torch
 

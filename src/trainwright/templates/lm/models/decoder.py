@@ -1,4 +1,4 @@
-"""Decoder: a small transformer that predicts the next token. Nothing here knows how it is trained."""
+"""Decoder: a small transformer that predicts the next token. This file is independent of the training."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def rotate(heads):
-    """Turns each pair of numbers by an angle that grows with the position, so that attention sees distances."""
+    """Rotates each pair of numbers by an angle that grows with the position, so that attention depends on distances."""
     length, half = heads.shape[-2], heads.shape[-1] // 2
     speeds = 10_000 ** (-torch.arange(half, device=heads.device) / half)
     angles = torch.arange(length, device=heads.device)[:, None] * speeds  # [length, half]

@@ -4,7 +4,7 @@ import torch
 
 
 class DecayMatrices(torch.optim.AdamW):
-    """Any torch optimizer will do. `params` is given by trainwright, the rest by run.yaml; a schedule sets `lr`."""
+    """Any torch optimizer works. trainwright passes `params`, run.yaml has the rest; a schedule sets `lr`."""
 
     def __init__(self, params, lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95):
         params = list(params)

@@ -19,7 +19,7 @@ def train(folder, *overrides):
 def test_it_learns(tmp_path, capsys):
     logs, losses = train(tmp_path, "trainer.max_steps=20")
     assert losses[-1] < losses[0] - 0.5
-    assert logs["valid/perplexity"] < 512  # the number of tokens: what guessing would give
+    assert logs["valid/perplexity"] < 512  # the number of tokens, the perplexity of a random guess
     assert "--- step 20" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""NextToken: what is learned. Only what differs from trainwright's own Trainer stands here."""
+"""NextToken: the loss and what is logged. This file only has the differences to trainwright's own Trainer."""
 
 import math
 
@@ -8,14 +8,14 @@ from trainwright import Mean, Trainer
 
 
 class NextToken(Trainer):
-    """Predicts each token from those before it."""
+    """Predicts each token from the previous ones."""
 
     def forward(self, input_ids):
-        """Returns the loss of one micro-batch, and what else to log."""
+        """Returns the loss of one micro-batch, and further values to log."""
         logits = self.model(input_ids[:, :-1])
         targets = input_ids[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        # A Mean knows its weight: the loss is one of tokens, however they are spread over micro-batches and processes.
+        # A Mean includes its weight: the loss is a mean over tokens, for any number of micro-batches and processes.
         loss = Mean(losses.sum(), losses.numel())
         hits = (logits.argmax(-1) == targets).sum()
         return loss, {"accuracy": Mean(hits, targets.numel())}
@@ -29,4 +29,4 @@ class NextToken(Trainer):
     # As small, each an override away (`trainwright explain run.yaml` shows when each is called):
     #   train_step(self, batch)           one update
     #   eval_step(self, batch)            one batch of an evaluation → its metrics
-    #   build_model(cls, build), …        how a part is made
+    #   build_model(cls, build), …        how a part is built
