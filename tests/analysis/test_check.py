@@ -362,7 +362,7 @@ def test_labels_outside_the_classes_are_an_error_with_both_numbers(check, at):
     report = check("data.train.classes=24")
     ((location, problem),) = errors_of(report)
     assert location == at("cross_entropy(logits")
-    assert problem.startswith("the labels of data.train go from ")
+    assert problem.startswith("the labels of data.train range from ")
     assert problem.endswith(", but the logits have 2 classes (shape (4, 2)): labels must be in 0 … 1.")
     assert marked(next(iter(report.findings))) == "nn.functional.cross_entropy(logits, labels)"
 
@@ -425,7 +425,7 @@ def test_a_forward_that_draws_random_numbers_is_not_compared(spoilt):
 
 def test_labels_of_an_evaluation_set_name_the_set(check):
     ((_, problem),) = errors_of(check("data.eval.valid.classes=5"))
-    assert problem.startswith("the labels of data.eval.valid go from 0 to 3, but the logits have 2 classes")
+    assert problem.startswith("the labels of data.eval.valid range from 0 to 3, but the logits have 2 classes")
 
 
 def test_token_ids_outside_an_embedding_name_the_embedding(spoilt, at):
@@ -435,7 +435,7 @@ def test_token_ids_outside_an_embedding_name_the_embedding(spoilt, at):
     report = spoilt(*parts, "model.type=parts.py:Words", more=more)
     problems = errors_of(report)
     assert {location for location, _ in problems} == {at("self.words(x.long())")}
-    assert problems[0][1].startswith("the token ids of data.train go from ")
+    assert problems[0][1].startswith("the token ids of data.train range from ")
     assert problems[0][1].endswith("but the embedding words has num_embeddings = 5: ids must be in 0 … 4.")
 
 

@@ -436,7 +436,7 @@ class IdCheck:
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, -1)
         if low < 0 or high >= size:
             problem = (
-                f"the {what} of {self._set} go from {low} to {high}, but {has}: {short} must be in 0 … {size - 1}."
+                f"the {what} of {self._set} range from {low} to {high}, but {has}: {short} must be in 0 … {size - 1}."
             )
             self._case.add("error", problem, advice.format(high + 1), location)
             raise AlreadyReported
@@ -591,10 +591,10 @@ class MaskCheck:
             return
         instead = "attention(queries, keys, values) of trainwright.models.layers.attention"
         if pattern == "all":
-            problem = f"attention gets a mask {list(mask.shape)} that hides nothing: this batch has no padding."
+            problem = f"attention receives a mask {list(mask.shape)} that hides nothing: this batch has no padding."
             advice = f"Pass attn_mask only for batches with padding, or use {instead} with is_causal=False."
         else:
-            problem = f"attention gets a causal mask {list(mask.shape)} of all pairs of tokens."
+            problem = f"attention receives a causal mask {list(mask.shape)} of all pairs of tokens."
             advice = f"Pass is_causal=True instead of attn_mask, or use {instead}, which selects the fastest kernel."
             if is_module:
                 advice = f"Pass is_causal=True and need_weights=False as well, or use {instead}."

@@ -370,7 +370,7 @@ def _first_batch(trainer: Trainer, mode: FakeTensorMode) -> Any:
             if any(isinstance(each, torch.Tensor) and each.grad_fn for each in tree_leaves(batch)):
                 raise ConfigError(
                     "data.train: there is no dataset, and next_train_inputs computes the batch with gradients, which "
-                    "serve one step only. Compute them in forward, or use --length N for rows of N tokens."
+                    "are valid for one step only. Compute them in forward, or use --length N for rows of N tokens."
                 )
     return tree_map_only(torch.Tensor, mode.from_tensor, batch)
 

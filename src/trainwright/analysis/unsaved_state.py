@@ -98,7 +98,7 @@ def find_unsaved(
 ) -> Comparison | None:
     """Loads a checkpoint and runs a step, twice; returns None if a step cannot run.
 
-    A value that differs after the step, and is not what it was once the checkpoint is loaded again, is unsaved. It is
+    A value that differs after the step, and still differs once the checkpoint is loaded again, is unsaved. It is
     omitted if the step assigns it before reading it.
     """
     owners = list(_owners_of(trainer, users))
@@ -174,7 +174,7 @@ def _find_line(owner: _Owner, name: str, access: _Access | None, users: UserFile
     return found or line_of_change(f"{owner.name}.{name}", owner.kinds)
 
 
-# What belongs to the user.
+# The objects and files of the user.
 
 
 def _owners_of(trainer: Trainer, users: UserFiles) -> Iterator[_Owner]:

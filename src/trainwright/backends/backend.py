@@ -218,7 +218,7 @@ class Backend:
         return None
 
     def release_memory(self) -> None:
-        """Frees unreferenced memory; takes some milliseconds."""
+        """Frees unreferenced memory; takes a few milliseconds."""
         gc.collect()
 
     def write_memory_snapshot(self, folder: Path) -> Path | None:

@@ -294,7 +294,7 @@ class CudaBackend(Backend):
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_repeated(tensor):
             return self._copy(tensor[(0,) * tensor.dim()]).expand(tensor.shape)
-        # Only copies from pinned memory are asynchronous; pinning here takes a host copy if the loader did not pin.
+        # Only copies from pinned memory are asynchronous; pinning here needs a host copy if the loader did not pin.
         source = tensor if tensor.is_cuda else tensor.pin_memory()  # the same tensor if it is pinned
         return source.to(self.device, non_blocking=True)
 

@@ -126,7 +126,7 @@ def graph_break_error() -> type[Exception]:
 def side_effects_once() -> AbstractContextManager[Any]:
     """Returns a context in which compiled code repeats no side effects while it recomputes activations.
 
-    What a recomputed block puts into the event storage is then put in its first pass only. The setting belongs to the
+    Values that a recomputed block stores are then stored in its first pass only. The setting belongs to the
     process, so it is set only for one call.
     """
     import torch._dynamo

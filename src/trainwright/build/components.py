@@ -931,7 +931,7 @@ def reject_loss(loss: Any, label: str, origin: registry.OriginOf) -> None:
     ]
     if len(required) > 2:
         raise ConfigError(
-            f"{label}: {kind} needs {', '.join(required)}, but a loss gets the outputs and the labels. Compute it in "
+            f"{label}: {kind} needs {', '.join(required)}, but a loss receives the outputs and the labels. Compute it in "
             "the trainer's forward.",
             where=origin(label),
         )

@@ -352,7 +352,7 @@ def reject_without_dataset(config: RunConfig) -> None:
     for name in ("non_finite", "spike"):
         if getattr(anomalies, name) == "rollback":
             raise ConfigError(
-                f"anomalies.{name}: rollback leaves out the samples of the anomaly, but {without}, and would make the "
+                f"anomalies.{name}: rollback skips the samples of the anomaly, but {without}, and would make the "
                 "same batch again. Use skip or raise.",
                 where=config.origin(f"anomalies.{name}"),
             )

@@ -32,7 +32,7 @@ def set_aside(folder: Path) -> Path | None:
 class FolderLock:
     """Prevents a second process from using a run folder; the kernel releases the lock when this process dies.
 
-    A POSIX record lock belongs only to this process: forked loader workers, which may outlive a killed run for some
+    A POSIX record lock belongs only to this process: forked loader workers, which may outlive a killed run for a few
     seconds, do not hold it. If the file system does not support locks, none is used.
     """
 

@@ -25,7 +25,7 @@ from trainwright.commands.terminal import (
 from trainwright.errors import ConfigError, DataError
 from trainwright.safe_text import escape_controls
 
-HELP = "/reset begins another conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer."
+HELP = "/reset begins another conversation, /exit or Ctrl-D exits, Ctrl-C ends an answer."
 
 
 def chat(

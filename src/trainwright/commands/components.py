@@ -83,7 +83,7 @@ def components(
     ] = None,
     name: Annotated[
         str | None,
-        typer.Argument(help="Only this one, such as adamw, in full.", show_default=False, autocompletion=_complete_name),
+        typer.Argument(help="Only this one in full: adamw.", show_default=False, autocompletion=_complete_name),
     ] = None,
     project: Annotated[
         Path, typer.Option(help="The folder (or the run file in it) whose components are listed too.")

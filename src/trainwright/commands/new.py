@@ -40,7 +40,7 @@ def new(
         Kind, typer.Option(help="lm: a language model; classifier: labels; custom: every part changed, to learn from.")
     ] = Kind.CLASSIFIER,
 ) -> None:
-    """Write a small project that trains at once: trainer, model, optimizer, collator, hook, run.yaml and a test."""
+    """Write a small project that can be trained: trainer, model, optimizer, collator, hook, run.yaml and a test."""
     _reject_existing(folder)
     template = template_folder(kind)
     paths = [path for path in template.rglob("*") if path.is_file() and "__pycache__" not in path.parts]

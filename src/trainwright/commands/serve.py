@@ -36,7 +36,7 @@ def serve(
     device: DeviceChoice = "auto",
     trust: Trust = False,
 ) -> None:
-    """Serve the model of a run over HTTP for trying it: /v1/chat/completions, /v1/completions and /v1/models.
+    """Serve the model of a run over HTTP to try it: /v1/chat/completions, /v1/completions and /v1/models.
 
     Requests are those of OpenAI's API, with and without streaming, and are answered one at a time.
     """

@@ -1,7 +1,7 @@
 """Graph mode: a step that is captured once as a CUDA graph and replayed for every batch of the same shapes.
 
 The first updates of a shape warm up, and the next one is captured. On a CPU the step runs eagerly each time,
-under the same guards (guards.py). The trainer passes its `train_step`; this module knows no trainer.
+under the same guards (guards.py). The trainer passes its `train_step`; this module is independent of it.
 
 With several ranks a graph contains the collectives of its step. NCCL requires that all ranks capture an operation in
 the same step, and that either all ranks replay the graphs of that capture or none does. Before each update the ranks
@@ -276,7 +276,7 @@ class GraphStep:
     def _changes_of(self, graph: _Graph) -> list[Change]:
         """Returns what has changed since the capture.
 
-        Compares only after user code has run, because a comparison takes some microseconds.
+        Compares only after user code has run, because a comparison takes a few microseconds.
         """
         if not self._compares_always:
             now = (self._num_eager_runs, *self._read_progress()[1:])

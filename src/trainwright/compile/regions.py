@@ -1,6 +1,6 @@
 """Compile mode: the forward and its loss as one compiled region, inspected before the first step.
 
-The trainer passes the function to compile; this module knows no trainer. reports.py reports what torch.compile does
+The trainer passes the function to compile; this module is independent of it. reports.py reports what torch.compile does
 during the run.
 """
 

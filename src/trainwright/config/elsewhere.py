@@ -123,7 +123,7 @@ KEYS_WITHOUT_SETTING: Mapping[str, str] = {
     ),
     "split_batches": "trainer.global_batch_size counts the samples of all ranks",
     "logging_first_step": "With log.every_steps: 1 every step has a line",
-    "logging_nan_inf_filter": "A loss that is not finite is logged as it is; anomalies.non_finite sets the response",
+    "logging_nan_inf_filter": "A loss that is not finite is logged unchanged; anomalies.non_finite sets the response",
     "detect_anomaly": "A loss that is not finite is reported with its batch; anomalies.non_finite sets the response",
 }
 """Options that no setting corresponds to, and what to do instead."""

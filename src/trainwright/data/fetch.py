@@ -122,7 +122,7 @@ class View:
 
 
 class Span(NamedTuple):
-    """A rank's positions of one batch: what a SampleFetcher fetches."""
+    """A rank's positions of one batch: the request of a SampleFetcher."""
 
     start: int
     stop: int

@@ -98,7 +98,7 @@ def describe_input(
 
     It contains the arguments, with size and time of the files, folders and globs among them, and the source of the
     user's class or function: `target`, which the component names, and the class of the dataset. Relative paths start at
-    `project_dir` if the target accepts it, and otherwise there or at the working directory. `run_seed` counts if the
+    `project_dir` if the target accepts it, and otherwise at it or at the working directory. `run_seed` counts if the
     target accepts it or is unknown.
     """
     names = _parameter_names(target)

@@ -238,7 +238,7 @@ def reject_other_sampler(saved_with: str, *, accept_changes: bool) -> None:
     """Raises for a checkpoint that was saved with another order, or warns if the change is accepted."""
     problem = f"data.sampler: the checkpoint was saved with {saved_with}, so the order is different"
     if not accept_changes:
-        raise DataError(f"{problem}. Restore what it was, or continue with --accept-changes.")
+        raise DataError(f"{problem}. Restore the earlier setting, or continue with --accept-changes.")
     logger.warning("%s: samples of this epoch may be repeated or omitted.", problem)
 
 

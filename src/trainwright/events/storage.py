@@ -577,7 +577,7 @@ def _storable(value: Any) -> Any:
 
 def _is_recomputing() -> bool:
     """Returns True in a forward that backward recomputes. Gradient hooks run inside backward too, without grad mode."""
-    # No public function tells whether backward is running, and public hooks receive only tensors and nodes.
+    # No public function returns whether backward is running, and public hooks receive only tensors and nodes.
     inside_backward: bool = torch._C._current_graph_task_id() != -1
     return inside_backward and torch.is_grad_enabled()
 

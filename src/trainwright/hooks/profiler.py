@@ -164,7 +164,7 @@ def _costs_of_operators(
 
 
 class _KernelCosts(dict[str, str]):
-    """The cost of each kernel by name, because a trace has thousands of events of some hundred kernels."""
+    """The cost of each kernel by name, because a trace has thousands of events of a few hundred kernels."""
 
     def __missing__(self, name: str) -> str:
         self[name] = kernel_cost(name)

@@ -210,7 +210,7 @@ def follow(job_id: str, log: Path, *, pause_seconds: float = _FOLLOW_SECONDS) ->
 
 
 def _is_active(job_id: str) -> bool:
-    """Returns True if the job is pending or running. SLURM drops an ended job from the list after some minutes."""
+    """Returns True if the job is pending or running. SLURM drops an ended job from the list after a few minutes."""
     command = ["squeue", "--noheader", "--format=%T", f"--jobs={job_id}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")

@@ -588,7 +588,7 @@ Weights = tuple[int, str]
 
 POLL_SECONDS = 10.0
 """How often to look for a new checkpoint."""
-_POLLS_PER_READ = 6  # the newest checkpoint says whether an idle run was stopped, but takes time to read
+_POLLS_PER_READ = 6  # the newest checkpoint shows whether an idle run was stopped, but takes time to read
 
 
 def evaluate_checkpoints(

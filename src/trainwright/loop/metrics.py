@@ -304,7 +304,7 @@ class ConfiguredMetric:
             raise self._located(error) from error
 
     def require(self, outputs: Mapping[str, Any] | None, batch: Any) -> None:
-        """Rejects a forward or a batch that gives this metric nothing to measure.
+        """Rejects a forward or a batch without the values of this metric.
 
         An output that only evaluation computes, such as the logits with a fused loss, is None in a training step.
         """
@@ -347,7 +347,7 @@ class ConfiguredMetric:
         )
 
     def require_outputs(self, outputs: Mapping[str, Any] | None) -> None:
-        """Rejects a forward that gives this metric nothing to measure."""
+        """Rejects a forward without the outputs of this metric."""
         if outputs is None or self._name_in(outputs) not in outputs:
             have = ", ".join(outputs) if outputs else "no outputs, only a loss and metrics"
             named = [name for name in outputs or () if name != "loss"]

@@ -653,7 +653,7 @@ class Update:
         """True if those steps change nothing, because no label counts."""
         is_plain = updater.sync is None and updater.pipeline is None and updater.backward_steps is None
         self._checks_gradients = updater.checks_gradients and is_plain and num_backwards is not None
-        """True in the first update, unless the step is the user's own, which may use gradients as it wants."""
+        """True in the first update, unless the step is custom, which may use gradients in any way."""
         self._had_gradients = False
         """True if there were gradients after the last backward."""
         updater.checks_gradients = False

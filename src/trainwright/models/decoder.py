@@ -88,7 +88,7 @@ class DecoderModel(Model):
         return super().count_targets(labels[:, 1:])
 
     def begin(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> Tensor:
-        """Embeds the tokens [B, S]: the states [B, S, D] that the first layer gets."""
+        """Embeds the tokens [B, S]: the states [B, S, D] for the first layer."""
         self._check_tokens(input_ids)
         return self.body.begin(input_ids, position_ids)
 

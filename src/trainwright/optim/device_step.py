@@ -486,8 +486,8 @@ def steps_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
     if is_known or getattr(optimizer, "steps_in_parts", False):
         return None
     return (
-        f"{name} gets several calls of step() in an update, each with some of the gradients, which it may not support. "
-        "Set its class attribute steps_in_parts = True if it does, use adamw"
+        f"{name} receives several calls of step() in an update, each with some of the gradients, which it may not "
+        "support. Set its class attribute steps_in_parts = True if it does, use adamw"
     )
 
 

@@ -283,7 +283,7 @@ class GradientSum:
                 raise TrainwrightError(
                     f"The gradient of a parameter of shape {list(self._parameters[number].shape)} was accumulated "
                     "several times in one backward, after its reduction had started. torch.utils.checkpoint with "
-                    "use_reentrant=True around a layer that is used twice does that. Use use_reentrant=False."
+                    "use_reentrant=True around a layer that is used twice causes this. Use use_reentrant=False."
                 )
             return
         self._seen.add(number)

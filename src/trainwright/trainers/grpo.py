@@ -550,7 +550,7 @@ def _reject_settings(build: Builder, options: GRPOOptions) -> None:
     for name, policy in config.anomalies:
         if policy == "rollback":
             raise ConfigError(
-                f"anomalies.{name}: rollback leaves out the prompts of an update, but with num_iterations "
+                f"anomalies.{name}: rollback skips the prompts of an update, but with num_iterations "
                 f"{options.num_iterations} several updates use the same ones. Use skip or raise.",
                 where=config.origin(f"anomalies.{name}"),
             )

@@ -1,6 +1,6 @@
 """Digits: scikit-learn's 1,797 handwritten digits of 8 × 8 pixels, which need no download.
 
-They come inside the scikit-learn package and are read at the first access, not by the constructor.
+They are part of the scikit-learn package and are read at the first access, not by the constructor.
 """
 
 from __future__ import annotations

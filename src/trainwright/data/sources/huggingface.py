@@ -34,7 +34,7 @@ def import_datasets(user: str) -> Any:
 
 @contextmanager
 def network_use(*, offline: bool | None) -> Iterator[None]:
-    """Forbids or allows the hub while the block runs; None leaves it to HF_HUB_OFFLINE.
+    """Forbids or allows the hub while the block runs; with None HF_HUB_OFFLINE decides.
 
     The libraries read their environment variables only when imported, but these settings at each request.
     """

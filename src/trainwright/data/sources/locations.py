@@ -46,7 +46,7 @@ _VERSION_FACTS = ("size", "mtime", "created", "last_modified", "LastModified", "
 
 @dataclass(frozen=True)
 class FileLocation:
-    """One file: a local path or a URL, and its size in bytes if the file system knows it."""
+    """One file: a local path or a URL, and its size in bytes if the file system reports it."""
 
     name: str
     size: int | None

@@ -145,8 +145,8 @@ def checked_mask(attention_mask: Tensor) -> Tensor:
     """Returns a mask of four dims, or rejects one that is not bool."""
     if attention_mask.dtype != torch.bool:
         raise DataError(
-            f"attention_mask {tuple(attention_mask.shape)} is {attention_mask.dtype}. A mask of four dims says which "
-            "key each query may see and must be bool (True: may see); one of two dims is 0 at padding."
+            f"attention_mask {tuple(attention_mask.shape)} is {attention_mask.dtype}. A mask of four dims defines "
+            "which keys each query attends to and must be bool (True: visible); one of two dims is 0 at padding."
         )
     return attention_mask
 

@@ -17,7 +17,7 @@ class Smooth(Trainer):
         # The outputs in a mapping are passed to evaluation.metrics of run.yaml: accuracy reads `logits`.
         return {"loss": loss, "logits": logits}
 
-    # As small, each an override away (`trainwright explain run.yaml` shows when each is called):
+    # Other methods to override (`trainwright explain run.yaml` shows when each is called):
     #   train_step(self, batch)           one update
     #   eval_step(self, batch)            one batch of an evaluation → its metrics
     #   train_loop_end(self)              the line that is logged

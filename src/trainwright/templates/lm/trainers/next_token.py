@@ -26,7 +26,7 @@ class NextToken(Trainer):
         logs["perplexity"] = math.exp(logs["loss"])
         return logs
 
-    # As small, each an override away (`trainwright explain run.yaml` shows when each is called):
+    # Other methods to override (`trainwright explain run.yaml` shows when each is called):
     #   train_step(self, batch)           one update
     #   eval_step(self, batch)            one batch of an evaluation → its metrics
     #   build_model(cls, build), …        how a part is built
