@@ -54,7 +54,7 @@ EXTRAS: Mapping[str, str] = {
 }
 """The features that each extra of the package adds."""
 
-_NOT_FEATURES = ("all", "dev", "benchmarks")
+_NOT_FEATURES = ("all", "dev", "docs", "benchmarks")
 _DISK_BYTES = 64 * 2**20
 _SECONDS = 0.6  # of each measurement of throughput
 _SLOW_DISK = 100e6
