@@ -58,7 +58,7 @@ def launch(
         return
     job_id = submit(path)
     log = Path(job.log_name(job_id))
-    print(f"Submitted job {job_id}; its log is {log}. Ctrl-C stops showing it, not the job.")
+    print(f"Submitted job {job_id}; its log is {log}. Ctrl-C stops the display, not the job.")
     try:
         for text in follow(job_id, log):
             sys.stdout.write(text)

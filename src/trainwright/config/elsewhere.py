@@ -106,7 +106,7 @@ OPTIONS_ELSEWHERE: Mapping[str, str] = {
     "callbacks": "hooks",
     "profiler": "hooks, such as [{type: profiler}]",
 }
-"""Further ones, which a user's trainer may have as its own options."""
+"""Further options, which a custom trainer may define itself."""
 
 KEYS_WITHOUT_SETTING: Mapping[str, str] = {
     **dict.fromkeys(

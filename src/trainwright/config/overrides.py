@@ -145,7 +145,7 @@ def replace_at(settings: Node, path: tuple[str, ...], value: Node, *, done: tupl
 
 
 def _branch(settings: Node, done: tuple[str, ...], value: Node) -> dict[str, Node]:
-    """Return the mapping that receives a key; a missing one is empty, a bare component becomes a mapping."""
+    """Return the mapping that receives a key; a missing one is created, and a bare component becomes a mapping."""
     settings = expand_shorthand(settings, done)
     if settings.value is None:
         return {}

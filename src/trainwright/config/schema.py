@@ -230,7 +230,7 @@ class RunConfig(Section):
         """Return the location of exactly this setting; None for a default or a config created in Python."""
         keys = tuple(map(str, path))
         if keys[:3] == ("data", "eval", "eval") and keys[:3] not in self._origins:
-            keys = ("data", "eval", *keys[3:])  # a bare component gets the name eval
+            keys = ("data", "eval", *keys[3:])  # a bare component is named eval
         if keys in self._origins:
             return self._origins[keys]
         # A component written as a bare type: `writers: [console]`.

@@ -212,7 +212,7 @@ class BatchLoader:
         self.seed = seed
 
     def stop_of_batch(self, start: int) -> int:
-        """Returns the position at which a batch ends that begins at `start`."""
+        """Returns the position at which the batch that begins at `start` ends."""
         return start + self.global_batch_size
 
     @cached_property
@@ -330,7 +330,7 @@ class TrainData(BatchLoader):
         return in_epochs + math.ceil(stop % length / size) - start % length // size
 
     def stop_of_batch(self, start: int) -> int:
-        """Returns the position at which a batch ends that begins at `start`."""
+        """Returns the position at which the batch that begins at `start` ends."""
         return super().stop_of_batch(start) if self._stop_of is None else self._stop_of(start)
 
     def _stop_in_epoch(self, position: int) -> int:

@@ -649,7 +649,7 @@ def _find_next(trainer: Trainer, seen: set[Weights], *, reads: bool) -> Weights 
         return None
     if steps[-1] >= max_steps:
         return "ended"
-    if reads:  # the last checkpoint of a run that stopped early says so
+    if reads:  # the last checkpoint of a run that stopped early records it
         try:
             if trainer.context.store.read_split(steps[-1], "training")["max_steps_at_end"] >= max_steps:
                 return "ended"

@@ -48,7 +48,7 @@ class KeyMap:
     def ours_in(self, keys: Sequence[str]) -> dict[str, tuple[str, bool]]:
         """Maps our names to (key in the file, transpose) for all keys of a file that are not ignored.
 
-        A file that was written by a model without a head lacks the prefix of the body (`bert.`); it is put before.
+        A file that was written by a model without a head lacks the prefix of the body (`bert.`), which is then added.
         """
         lacks_prefix = self._prefix and not any(key.startswith(f"{self._prefix}.") for key in keys)
         found = {}
