@@ -874,7 +874,7 @@ def remarks_on_batch(batch: Batch, sample: Any, collated: Any) -> Iterable[str]:
     if batch.padding is not None and batch.padding > MAX_PADDING:
         yield (
             f"{100 * batch.padding:.0f} % of the batch is padding (by {batch.padding_by}), which is computed and "
-            "thrown away. Pack the samples into rows (type: pack), or set data.group_by_length, so that the samples of "
+            "discarded. Pack the samples into rows (type: pack), or set data.group_by_length, so that the samples of "
             "a batch have similar lengths."
         )
     for each in batch.fields:

@@ -141,7 +141,7 @@ class _ReadBatch(NamedTuple):
 
 
 class StreamData(BatchLoader):
-    """The training batches of a stream, from any progress; ends after `num_passes` or `num_samples`."""
+    """The training batches of a stream, from any position; ends after `num_passes` or `num_samples`."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 LABEL = "compile_repeated_blocks"
 KEYS = ("path", "backend")
-APART = "this block is compiled by itself"
+APART = "this block is compiled separately"
 """torch's reason for a graph that ends where such a block begins."""
 _EXPECTED = "the path of a list of blocks, such as model.layers"
 _PLAIN = (Tensor, bool, int, float, str, type(None))

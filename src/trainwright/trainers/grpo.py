@@ -544,7 +544,7 @@ def _reject_settings(build: Builder, options: GRPOOptions) -> None:
         if getattr(config.trainer, name) is not None:
             raise ConfigError(
                 f"trainer.{name} counts the prompts of an update once, but with num_iterations "
-                f"{options.num_iterations} that many updates use the same prompts. Use max_steps.",
+                f"{options.num_iterations} several updates use the same prompts. Use max_steps.",
                 where=config.origin(f"trainer.{name}"),
             )
     for name, policy in config.anomalies:
