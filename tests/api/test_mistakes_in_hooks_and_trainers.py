@@ -213,5 +213,5 @@ def test_a_value_that_is_not_a_metric_is_rejected_before_training():
     assert mentions(text, "evaluation.metrics.mine")
     text = rejection(build_trainer, settings(), OfTask)
     assert text.startswith(
-        place(__file__, "def build_metrics") + "Measured.build_metrics, accuracy: Linear is no metric"
+        place(__file__, "def build_metrics") + "Measured.build_metrics, accuracy: Linear is not a metric"
     )

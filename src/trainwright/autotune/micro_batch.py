@@ -329,7 +329,7 @@ class TrialSteps:
         self._num_samples = count_samples(self._batch, fetched)
 
     def can_run(self, size: int) -> bool:
-        """Returns False if steps with micro-batches of this size raise ValueError, such as batch normalization of one."""
+        """Returns False if steps with micro-batches of this size raise ValueError (batch norm of one sample)."""
         try:
             self.fits(size)
         except ValueError as error:

@@ -37,7 +37,7 @@ _MAX_NAMES = 4
 def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the project.", show_default=False)],
     kind: Annotated[
-        Kind, typer.Option(help="lm: a language model; classifier: labels; custom: every part changed, to learn from.")
+        Kind, typer.Option(help="lm: a language model; classifier: a classifier; custom: every part customized.")
     ] = Kind.CLASSIFIER,
 ) -> None:
     """Write a small project that can be trained: trainer, model, optimizer, collator, hook, run.yaml and a test."""

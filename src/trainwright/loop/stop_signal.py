@@ -79,7 +79,7 @@ class StopSignal:
     def must_leave_now(self) -> bool:
         """Returns True if any rank was interrupted. For checks within long operations; no rank waits for another.
 
-        A rank without a request asks by a message, at most twice per second.
+        A rank without a request sends a message to ask, at most twice per second.
         """
         if self._strongest >= StopRequest.INTERRUPT:
             if not self._has_raised_flag:

@@ -298,7 +298,7 @@ class GradientSum:
     def reduce(self, totals: torch.Tensor, *, is_captured: bool = False) -> None:
         """Sums the gradients over the replicas, and `totals` over all ranks. Does nothing in one process.
 
-        A parameter with a gradient on any rank gets the sum on every rank; one without a gradient on all ranks keeps
+        A parameter with a gradient on any rank gets the sum on every rank; if no rank has one, it stays
         None, so that optimizers skip it. If the step `is_captured`, every trained parameter must have a gradient.
         """
         if self._ranks.size == 1:

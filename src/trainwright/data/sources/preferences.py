@@ -167,7 +167,7 @@ class PreferencesFormat(JsonLinesFormat):
 
 
 def _split_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row of two whole conversations with the messages that they begin with as its prompt."""
+    """Returns a row of two whole conversations with their common first messages as its prompt."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         return row
