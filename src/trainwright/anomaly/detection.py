@@ -104,7 +104,7 @@ class DeviceLossWindow:
         return after, state % self._size, middle
 
     def judge(self, loss: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
-        """Returns whether a step is bad, by itself or as a spike; adds its loss if not. All have shape (1,)."""
+        """Returns whether a step `is_bad` or its loss is a spike; adds its loss if not. All have shape (1,)."""
         loss = loss.to(torch.float64)
         after, slot, middle = self._table.index_select(0, self._state).unbind(1)
         ordered = torch.sort(self._losses[: self._size]).values

@@ -119,8 +119,8 @@ def read_row(row: Any) -> Chat | TextPair:
 def read_messages(value: Any, name: str = "messages") -> list[Message]:
     """Returns messages with `role` and `content` for a template, from OpenAI's or ShareGPT's format.
 
-    Fields that are None are removed, parts of content that are texts are joined, and a tool call's arguments in JSON are converted to a
-    mapping. `name` is the field's name for errors.
+    Fields that are None are removed, parts of content that are texts are joined, and a tool call's arguments in JSON
+    are converted to a mapping. `name` is the field's name for errors.
     """
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise DataError(f"{name} is {_kind(value)}. Use a list of messages, each with role and content.")

@@ -198,7 +198,7 @@ def plot_curves(curves: Mapping[str, Points], names: Sequence[str], *, ax: Any =
     """Draws some of the curves with matplotlib, in new axes or in `ax`, and returns the axes."""
     missing = next((name for name in names if name not in curves), None)
     if missing is not None:
-        known = suggest(missing, curves) if curves else "Nothing was logged yet."
+        known = suggest(missing, curves) if curves else "Nothing has been logged yet."
         raise TrainwrightError(f"plot: the run has no value {missing!r}. {known}")
     if ax is None:
         try:
