@@ -34,7 +34,7 @@ class PrintSample(Hook):
         tokenizer = self.trainer.train_data.dataset.tokenizer
         device = self.trainer.device
         # This tokenizer treats a space as the beginning of the next word, so the model samples until there is a word.
-        # The empty lines in front mark the beginning of a function.
+        # The leading empty lines mark the beginning of a function.
         prompt = torch.tensor([tokenizer.encode("\n\n\n" + PROMPT.rstrip()).ids], device=device)
         generator = torch.Generator(device).manual_seed(0)  # keeps the random state of the run
         for _ in range(50):

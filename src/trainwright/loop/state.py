@@ -116,7 +116,7 @@ def split_batch(batch: Batch, num_micro_batches: int, collator: Callable[..., An
     """Yields the micro-batches of a batch.
 
     Splits tensors whose dim 0 is the number of samples, and lists inside the batch with one entry per sample; passes
-    the rest whole. A collator whose batches have other shapes defines `split(batch, n)`.
+    the rest unchanged. A collator whose batches have other shapes defines `split(batch, n)`.
     """
     num_samples = batch.num_samples
     bounds = [num_samples * number // num_micro_batches for number in range(num_micro_batches + 1)]

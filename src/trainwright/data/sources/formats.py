@@ -319,7 +319,7 @@ class CsvFormat:
         except csv.Error as error:
             raise RowError(f"not CSV: {error}") from error
         if next(lines, None) is None:
-            raise RowError(f"a quote is not closed up to the end of the file: {_shorten(record)}")
+            raise RowError(f"a quote is not closed before the end of the file: {_shorten(record)}")
         return fields
 
 
