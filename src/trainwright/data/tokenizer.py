@@ -67,8 +67,8 @@ def auto_tokenizer(path: str, *, project_dir: str | os.PathLike[str] | None = No
     """
     if options.get("trust_remote_code"):
         raise ConfigError(
-            "trust_remote_code: the tokenizer auto runs no code of its folder. Name the class by its import path or "
-            "its file instead, as the type."
+            "trust_remote_code: the tokenizer auto does not run code of its folder. Name the class by its import path "
+            "or its file instead, as the type."
         )
     try:
         from transformers import AutoTokenizer

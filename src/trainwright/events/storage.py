@@ -71,8 +71,8 @@ def forget_storages() -> None:
 class EventStorage:
     """The values of a run, by name and step.
 
-    Values put several times in a step are averaged; over ranks, over those that put it; over a log window, over the
-    steps in which it was put. As a context manager it is the storage that `get_event_storage()` returns.
+    A value that is put several times in a step is averaged, then over the ranks that put it, and over the steps of a
+    log window in which it was put. As a context manager it is the storage that `get_event_storage()` returns.
     """
 
     def __init__(self, *, max_steps: int | None = None, keeps_media: bool = True) -> None:

@@ -1574,7 +1574,7 @@ class Trainer:
                     writer.write(storage)
 
     def _count_unlabelled(self, window: Window) -> None:
-        """Logs the number of rows of a window without labels, and of updates that were skipped because of it."""
+        """Logs the number of rows of a window without labels, and of updates that were skipped because of them."""
         if _UNLABELLED in window:
             self._window_logs[_UNLABELLED] = int(sum(total for total, _ in window[_UNLABELLED].steps.values()))
         steps = [step for step, (_, weight) in window["loss"].steps.items() if not weight] if "loss" in window else []

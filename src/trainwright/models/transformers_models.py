@@ -398,7 +398,7 @@ def _load(
         if path.is_file() and not any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
             raise CheckpointError(
                 f"{path} is a pickle, which is not read for classes of transformers. Convert it once: load the folder "
-                "with transformers' from_pretrained, and save_pretrained it to another."
+                "with transformers' from_pretrained, and save it with save_pretrained."
             )
     with _quiet():
         model, info = target.from_pretrained(
