@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainwright.benchmarks.benchmark import AllAgree, Benchmark
 from trainwright.benchmarks.questions import (
-    Prompts,
+    PromptTemplate,
     Row,
     check_settings,
     check_tokens,
@@ -153,7 +153,7 @@ class Generate(Benchmark):
                 raise ConfigError(f"{name}: has no effect with temperature 0. Set temperature, or remove it.")
         self.path = path
         self.tokenizer = load_tokenizer(tokenizer, project_dir=project_dir)
-        self.prompts = Prompts(
+        self.prompts = PromptTemplate(
             tokenizer=self.tokenizer,
             template=("{question}" if chat else "Question: {question}\nAnswer:") if prompt is None else prompt,
             question=question,

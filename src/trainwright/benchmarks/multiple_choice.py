@@ -12,7 +12,7 @@ from torch import nn
 
 from trainwright.benchmarks.benchmark import AllAgree, Benchmark
 from trainwright.benchmarks.questions import (
-    Prompts,
+    PromptTemplate,
     Row,
     check_settings,
     check_tokens,
@@ -92,7 +92,7 @@ class MultipleChoice(Benchmark):
             prompt = lines.removeprefix("Question: ") if chat else f"{lines}\nAnswer:"
         self.path = path
         self.tokenizer = load_tokenizer(tokenizer, project_dir=project_dir)
-        self.prompts = Prompts(
+        self.prompts = PromptTemplate(
             tokenizer=self.tokenizer,
             template=prompt,
             question=question,

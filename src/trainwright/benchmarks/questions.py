@@ -1,6 +1,6 @@
 """Rows of a file as prompts: templates over the fields of a row, few-shot examples, and chats.
 
-    open_rows(path) → rows → Prompts.context(row) → text → tokens
+    open_rows(path) → rows → PromptTemplate.context(row) → text → tokens
 
 multiple_choice.py and generate.py define the benchmarks.
 """
@@ -91,7 +91,7 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts:
+class PromptTemplate:
     """The settings for converting a row to a prompt."""
 
     tokenizer: TextTokenizer
@@ -108,7 +108,7 @@ class Prompts:
     """The text between a prompt and its answer, except in a chat."""
     fewshot_delimiter: str = "\n\n"
 
-    def with_template(self, project_dir: str | Path | None) -> Prompts:
+    def with_template(self, project_dir: str | Path | None) -> PromptTemplate:
         """Returns the same with the text of the chat template instead of its file."""
         if self.chat_template is None:
             return self

@@ -14,7 +14,7 @@ from trainwright.log import align_columns
 from trainwright.safe_text import json_text, safe
 
 if TYPE_CHECKING:
-    from trainwright.analysis.doctor import Report
+    from trainwright.analysis.doctor import MachineReport
 
 
 def doctor(
@@ -32,7 +32,7 @@ def doctor(
         print(safe(report_text(report)))
 
 
-def report_text(report: Report) -> str:
+def report_text(report: MachineReport) -> str:
     """Returns the report as text."""
     parts = [_table(report.facts)]
     installed = [extra.name for extra in report.extras if not extra.missing]

@@ -26,7 +26,7 @@ from trainwright.hooks.costs import (
     KERNEL_COSTS,
     LABELS,
     Cost,
-    RunFacts,
+    RunProperties,
     divide_by_operators,
     kernel_cost,
     largest_costs,
@@ -256,7 +256,7 @@ class ProfileSummary:
     known_peak: tuple[str, float] | None
     """The device's name in the table of known peaks, and its FLOP/s; None if it is not in the table."""
     trace: Path
-    facts: RunFacts = field(default_factory=RunFacts)
+    facts: RunProperties = field(default_factory=RunProperties)
     """The settings of the run, for advice."""
 
     def costs(self) -> list[Cost]:
@@ -532,7 +532,7 @@ class Profiler(Hook):
             facts=self._facts(),
         )
 
-    def _facts(self) -> RunFacts:
+    def _facts(self) -> RunProperties:
         """Returns the settings of the run, for advice on its costs."""
         trainer = self.trainer
         config, runtime, backend = trainer.config, trainer.config.runtime, trainer.backend
@@ -545,7 +545,7 @@ class Profiler(Hook):
         mesh, is_bf16 = trainer.ranks.mesh, AUTOCAST_DTYPES.get(runtime.precision) == torch.bfloat16
         is_fp32 = matmul_dtype(trainer.model, "fp32") == torch.float32
         is_own = is_user_code(type(trainer.model))
-        return RunFacts(
+        return RunProperties(
             mode=runtime.mode,
             is_compiled=runtime.mode == "compile"
             or (runtime.mode == "graph" and is_on_gpu)

@@ -56,7 +56,7 @@ _READ_SECONDS = 30
 _LEAST_COMPRESSED = 2000  # bytes
 
 
-class RequestError(Exception):
+class HttpError(Exception):
     """A request that is answered with an error."""
 
     def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
@@ -89,7 +89,7 @@ class Runs:
         try:
             return self.readers()[name]
         except KeyError:
-            raise RequestError(f"There is no run {safe(name)[:200]}.", HTTPStatus.NOT_FOUND) from None
+            raise HttpError(f"There is no run {safe(name)[:200]}.", HTTPStatus.NOT_FOUND) from None
 
     def list(self) -> list[dict[str, Any]]:
         """Returns the state of each run, the last written first."""
@@ -162,20 +162,20 @@ class _Handler(BaseHTTPRequestHandler):
             elif url.path == "/image":
                 content = self.runs[query.get("run", "")].image(query.get("file", ""))
                 if content is None:
-                    raise RequestError("There is no image of this name.", HTTPStatus.NOT_FOUND)
+                    raise HttpError("There is no image of this name.", HTTPStatus.NOT_FOUND)
                 self._send(content, "image/png")
             elif url.path in _ANSWERS:
                 self._send(_ANSWERS[url.path](self.runs, query).encode(), "application/json")
             else:
-                raise RequestError(f"There is no {safe(url.path)[:200]}.", HTTPStatus.NOT_FOUND)
-        except RequestError as error:
+                raise HttpError(f"There is no {safe(url.path)[:200]}.", HTTPStatus.NOT_FOUND)
+        except HttpError as error:
             self._send_error(error)
         except (BrokenPipeError, ConnectionError, TimeoutError):
             self.close_connection = True
         except Exception as error:
             logger.exception("The request failed.")
             with suppress(OSError):
-                self._send_error(RequestError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR))
+                self._send_error(HttpError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR))
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing, because a page sends requests continuously."""
@@ -195,10 +195,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_access(self) -> None:
         if self.headers.get("Sec-Fetch-Site") == "cross-site" and self.headers.get("Sec-Fetch-Mode") != "navigate":
-            raise RequestError("Other websites may not use this page.", HTTPStatus.FORBIDDEN)
+            raise HttpError("Other websites may not use this page.", HTTPStatus.FORBIDDEN)
         if self.token is None:
             if not is_loopback(self.headers.get("Host", "")):
-                raise RequestError(
+                raise HttpError(
                     "The Host header is not this machine. Use http://127.0.0.1, or start with --token.",
                     HTTPStatus.FORBIDDEN,
                 )
@@ -208,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
             cookies = SimpleCookie(self.headers.get("Cookie", ""))
             given += [cookies[self.cookie].value] if self.cookie in cookies else []
         if not any(is_token(each, self.token) for each in given):
-            raise RequestError(
+            raise HttpError(
                 "The token is missing or wrong. Open the URL that trainwright watch has printed, which has ?token=….",
                 HTTPStatus.UNAUTHORIZED,
             )
@@ -235,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _send_error(self, error: RequestError) -> None:
+    def _send_error(self, error: HttpError) -> None:
         self._send(json.dumps({"error": str(error)}).encode(), "application/json", error.status)
 
     def _send_security_headers(self) -> None:
@@ -335,7 +335,7 @@ def _texts(query: Mapping[str, str], name: str) -> list[str]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise RequestError(f"{name} is not a JSON list of texts.")
+        raise HttpError(f"{name} is not a JSON list of texts.")
     return found
 
 
@@ -347,5 +347,5 @@ def _number(query: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         value = float("nan")
     if not np.isfinite(value):
-        raise RequestError(f"{name} is not a number.")
+        raise HttpError(f"{name} is not a number.")
     return value
