@@ -912,7 +912,7 @@ class Trainer:
                 ended, remedy = "ended", "Raise its limit (max_steps, max_epochs or max_samples)"
             else:
                 ended, remedy = "was stopped, by a hook or the end of its data,", "Change what stopped it"
-            start_again = "For a new start choose another name or pass --fresh."
+            start_again = "To start over, choose another name, or use --fresh (in Python: fresh=True)."
             done = "The run %s at step %d: nothing is left to do. %s to continue. %s"
             logger.info(done, ended, state.step, remedy, start_again)
             return state.eval_logs
