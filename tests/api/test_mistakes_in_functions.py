@@ -367,15 +367,14 @@ def test_a_module_with_a_training_step_that_nothing_calls_is_rejected():
 
 def test_a_module_that_calls_its_training_step_or_has_its_loss_in_the_settings_is_accepted():
     class CallsIt(Classifier):
-        def forward(self, x, label, **more):
-            return self.training_step((x, label))
+        def forward(self, x, labels):
+            return self.training_step((x, labels))
 
         def training_step(self, batch):
             return {"loss": cross_entropy(super().forward(batch[0]), batch[1])}
 
-    rows = [{"x": sample[0], "label": sample[1]} for sample in Points(24)]
+    rows = [{"x": torch.randn(4), "labels": torch.tensor(index % 3)} for index in range(24)]
     assert train_with(None, model=CallsIt(), data=rows, name="calls").step == 2
-    rows = [{"features": row["x"], "labels": row["label"]} for row in rows]
     assert train_with(None, "trainer.loss=cross_entropy", model=Lightning(), data=rows, name="loss").step == 2
 
 
