@@ -45,7 +45,7 @@ torture-page: $(VENV)/.installed-dev ## Write the outcomes of torture.json, with
 	$(BIN)/python -m tests.faults.torture --write
 
 INPUTS ?= 100000
-fuzz: $(VENV)/.installed-dev ## Read INPUTS files that were changed at random; say how many were read, rejected, or did harm.
+fuzz: $(VENV)/.installed-dev ## Read INPUTS randomly changed files; print how many were read, rejected or failed.
 	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
 
 docs: $(VENV)/.installed-docs ## Build the documentation site, build/site, with strict checks of its links.

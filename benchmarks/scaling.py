@@ -24,8 +24,8 @@ RANKS_PER_HOST = 8
 NVLINK = 360e9  # bytes a second between the ranks of a host, one way: 80 % of 450 GB/s
 NETWORK = 40e9  # bytes a second from a rank to another host: 80 % of 400 Gbit/s
 HOP_WITHIN, HOP_BETWEEN = 1.5e-6, 5e-6  # seconds that one hop of a ring takes, however little it carries
-ARITHMETIC = 365e12  # operations a second of a rank that waits for nobody: torchtitan's 8b, compiled, on 8 H100
-HIDDEN_AXES = {"fsdp", "replicate", "context", "fsdp × context"}  # FSDP sends beside the arithmetic; tensor waits
+ARITHMETIC = 365e12  # operations per second of a rank without waits: torchtitan's 8b, compiled, on 8 H100
+HIDDEN_AXES = {"fsdp", "replicate", "context", "fsdp × context"}  # FSDP overlaps with arithmetic; tensor does not
 
 LENGTH = 8192
 MODELS = {
@@ -35,7 +35,8 @@ MODELS = {
 }
 WORLDS = {"1b": (8, 64, 512, 4096), "8b": (8, 64, 128, 512, 4096), "70b": (8, 64, 256, 512, 4096)}
 LARGEST_SHARD = 64
-"""From so many ranks along fsdp on, copies of the whole: a ring over thousands of ranks waits for its hops."""
+"""From this many ranks along fsdp on, full replicas are used, because a ring over thousands of ranks waits for its
+hops."""
 PUBLISHED = {  # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: tokens a second and GPU, H100, end of 2024
     ("8b", 8): "5,762 (6,667 compiled)",
     ("8b", 128): "5,605 (6,514 compiled)",
@@ -166,8 +167,8 @@ def plan(model: str, ranks: int) -> Case:
 def table(cases: list[Case]) -> str:
     """The table of docs/scaling.md."""
     lines = [
-        "| model | ranks | mesh | all-gather | reduce-scatter | all-reduce | tensor | memory | arithmetic | sent "
-        "beside it | waits | efficiency | tokens/s and rank | torchtitan, published |",
+        "| model | ranks | mesh | all-gather | reduce-scatter | all-reduce | tensor | memory | arithmetic | "
+        "overlapped communication | exposed communication | efficiency | tokens/s per rank | torchtitan, published |",
         "|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for case in cases:

@@ -1,6 +1,6 @@
 """Writes docs/configuration.md from the schema of run files: `python docs/generate_configuration.py`.
 
-A test compares the file with what this gives, so a setting cannot change without its page.
+A test compares the page with the output of this script, so they cannot differ.
 """
 
 from __future__ import annotations
@@ -20,78 +20,77 @@ INTRODUCTION = """\
 
 <!-- Written by docs/generate_configuration.py from the schema; change the docstrings in src/trainwright/config/. -->
 
-A run is one YAML file. These are all of its settings; every one may be left out unless it says *required*, and each
-but `extends` and `project_dir` can be replaced on the command line: `trainwright train run.yaml trainer.max_steps=500`.
-An unknown key or a value of the wrong type is rejected with its line.
+A run is defined by one YAML file. This page lists all settings. Each is optional unless it is marked *required*, and
+each except `extends` and `project_dir` can be overridden on the command line: `trainwright train run.yaml
+trainer.max_steps=500`. An unknown key or a value of the wrong type raises with its line.
 
-- `trainwright config run.yaml` prints every setting of a run and where it was written.
-- `trainwright config run.yaml --diff other.yaml` prints what differs between two runs.
-- `trainwright config --schema > run.schema.json` writes this reference for editors. With
-  `# yaml-language-server: $schema=run.schema.json` as the first line of a run file they complete and check it.
+- `trainwright config run.yaml` prints every setting of a run and its origin.
+- `trainwright config run.yaml --diff other.yaml` prints the differences between two runs.
+- `trainwright config --schema > run.schema.json` writes a JSON schema for editors. With
+  `# yaml-language-server: $schema=run.schema.json` as the first line of a run file, they complete and validate it.
 
 ## Groups, references and removals
 
-**Groups.** A name in place of a section stands for a file: `trainer=lm-xl` on the command line, or `trainer: lm-xl`
-in a run file, is replaced by the contents of `configs/trainer/lm-xl.yaml`. The folder `configs` is next to the run
-file (or is its folder), or in the package. Nested settings have nested folders: `trainer.optimizer=adamw-big` is
-`configs/trainer/optimizer/adamw-big.yaml`, and an item of `hooks` is in `configs/hooks/`. A group replaces the
-whole section; later overrides change it. `extends: lm` inside a section or a group file starts from another group
-of the same folder. Paths such as `models/net.py:Net` are relative to the run file. A name that is both a group and
-a component raises: write `{type: adamw}` for the component.
+**Groups.** A section can be the name of a file: `trainer=lm-xl` on the command line, or `trainer: lm-xl` in a run file,
+is replaced by the contents of `configs/trainer/lm-xl.yaml`. The folder `configs` is next to the run file (or is its
+folder), or in the package. Nested settings have nested folders: `trainer.optimizer=adamw-big` refers to
+`configs/trainer/optimizer/adamw-big.yaml`, and an item of `hooks` to a file in `configs/hooks/`. A group replaces the
+whole section; later overrides change it. `extends: lm` inside a section or a group file starts from another group of
+the same folder. Paths such as `models/net.py:Net` are relative to the run file. A name that is both a group and a
+component raises: write `{type: adamw}` for the component.
 
 **References.** `${section.key}` is the value of another setting, after all files, groups and overrides are merged:
 `name: lm-${trainer.optimizer.lr}` follows an override of the rate. A value that consists of one reference has the
 type of the other setting, which may be a mapping or a list; within text it must be a number, a boolean or text.
 `${model.pretrained.folder}` also works if `model.pretrained` is a text.
-Settings that are not set have their defaults. `${env:NAME}` is the text of an environment variable and
-`${env:NAME,default}` has a default; variables that look like secrets are rejected, because `config.yaml` contains
-the resolved values. `$${` is a literal `${`. Within `{…}` and `[…]` YAML needs quotes around a reference, and so
-does a shell.
+References to settings that are not set return their defaults. `${env:NAME}` is the text of an environment variable, and
+`${env:NAME,default}` has a default. Variables that look like secrets raise, because `config.yaml` contains the resolved
+values. `$${` is a literal `${`. Put quotes around a reference within `{…}` and `[…]` in YAML, and in a shell.
 
 **Required settings.** In a file that others extend, `path: ${required:the chats, such as chats.jsonl}` marks a setting
-that they set. A run in which it is not set is rejected, with the line of `extends`, the description and the example,
-which is what follows `, such as `. The packaged [recipes](recipes.md) consist of defaults and required settings.
+that they must set. A run that does not set it raises with the line of `extends`, the description, and the example,
+which is the text after `, such as `. The packaged [recipes](recipes.md) consist of defaults and required settings.
 
-**Removals.** `~trainer.schedule` on the command line removes a setting, so that its default applies, and `~hooks.0`
-an item of a list. In a file that extends others, the key `~schedule:` without a value does the same. A removal that
-finds nothing raises. zsh needs quotes: `'~trainer.schedule'`.
+**Removals.** `~trainer.schedule` on the command line removes a setting, so its default applies; `~hooks.0` removes an
+item of a list. In a file that extends others, the key `~schedule:` without a value does the same. Removing a setting
+that does not exist raises. zsh needs quotes: `'~trainer.schedule'`.
 """
 
 MODEL_KEYS = """\
 ## model
 
-A component (below), whose arguments are the model's own settings. These keys are not arguments of the constructor; any
-model takes them, but for `preset` and `kernels`. All about them, with examples:
-[pretrained weights](models.md#pretrained-weights), [training a part](models.md#training-a-part),
-[memory](memory.md), [sharding](distributed.md).
+A component (see below) with the model's arguments. The following keys are not arguments of the constructor; all models
+accept them, except `preset` and `kernels`, which depend on the model. For details and examples, see [pretrained
+weights](models.md#pretrained-weights), [training a part](models.md#train-a-part-of-the-model), [memory](memory.md),
+[sharding](distributed.md).
 
 | key | value | meaning |
 |---|---|---|
-| `preset` | text | A size of a shipped model by its name; other settings change it. |
+| `preset` | text | The name of a size of a shipped model; other settings override its values. |
 | `pretrained` | text or a section | A folder or name, or `folder`, `strict`, `home_path`, `dtype`, `allow_pickle`. |
-| `replace` | a section | Components by glob, each in the place of the sub-modules that it matches. |
+| `replace` | a section | Components by glob; each replaces the sub-modules that match. |
 | `peft` | text or a section | Adapters of the PEFT library: `type` (`lora`, `ia3`, …) and the fields of its config. |
 | `lora` | a section | Adapters on linear layers: `match`, `rank`, `alpha`, `dropout`, `train`. |
 | `quantize` | `nf4`, `int8` or a section | Frozen weights under adapters in 4 or 8 bits: `type`, `match`. |
-| `freeze` | text, mapping or list of them | Globs of parameters not to train; `until_step`, `until_epoch` end it. |
-| `dtype` | `fp32`, `bf16`, `fp16` | What the weights are kept in; left out, as the model makes them: fp32. |
-| `sharding` | text or a section | How parameters are split over ranks: a packaged name, a file, or rules. |
+| `freeze` | text, mapping or list of them | Globs of frozen parameters; `until_step` or `until_epoch` limits it. |
+| `dtype` | `fp32`, `bf16`, `fp16` | The dtype of the weights; by default that of the model, usually fp32. |
+| `sharding` | text or a section | How parameters are sharded over ranks: a packaged name, a file, or rules. |
 | `activation_checkpointing` | text, list or a section | Recomputed: `layers`, `save`, `budget`, `every`; or by path. |
-| `compile_repeated_blocks` | text, list or a section | Equal blocks compiled as one: a path, or `path`, `backend`. |
+| `compile_repeated_blocks` | text, list or a section | Equal blocks, compiled once: a path, or `path`, `backend`. |
 | `tile` | text, list or a section | Token-wise layers that run in tiles of tokens: `layers`, `tokens`; or by path. |
-| `offload` | list of text or a section | Named tensors that wait for backward in host memory; or by path. |
+| `offload` | list of text or a section | Named tensors to store in host memory until backward; or by path. |
 | `kernels` | `fast`, `stock` | Attention and loss of transformers models: `fast` (the default), or transformers' own. |
-| `args` | a section | Arguments that are passed as they are, also if their names are in this table. |
+| `args` | a section | Arguments that are passed unchanged, even if their names are in this table. |
 """
 
 COMPONENTS = """\
 ## Components
 
-A component is a mapping with `type`, and the arguments of its constructor: `{type: adamw, lr: 3e-4}`; where
-it needs no argument, the type alone will do: `adamw`. The type is a built-in name, `package.module:Name`,
+A component is a mapping with `type` and the arguments of its constructor: `{type: adamw, lr: 3e-4}`. Without arguments,
+the type alone is sufficient: `adamw`. The type is a built-in name, `package.module:Name`,
 `file.py:Name` relative to the run file, or `file.Name` for a file in the folder of its kind next to the run file. An
-argument may be a component itself, also in a list: `transform: {type: "torchvision.transforms:ToTensor"}`.
-`trainwright components KIND NAME` shows the parameters of each, your own included.
+argument may itself be a component, or a list of components: `transform: {type: "torchvision.transforms:ToTensor"}`.
+`trainwright components KIND NAME` shows the parameters of a component, including your own.
 """
 
 
@@ -124,7 +123,7 @@ def _sections(schema: dict[str, Any], definitions: dict[str, Any], prefix: str) 
 
 
 def _section_of(value: dict[str, Any], definitions: dict[str, Any]) -> tuple[dict[str, Any] | None, bool]:
-    """Return the section that a key holds, and whether it holds several by name; components are none."""
+    """Return the section of a key, and whether the key has several sections by name; components are not sections."""
     for choice in value.get("anyOf", [value]):
         for each, is_mapping in ((choice, False), (choice.get("additionalProperties"), True)):
             if isinstance(each, dict):
@@ -150,7 +149,7 @@ def _default(value: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 
 def _value(value: dict[str, Any]) -> str:
-    """Return in words what may stand there."""
+    """Describe the valid values in words."""
     if "anyOf" in value:
         return " or ".join(dict.fromkeys(_value(choice) for choice in value["anyOf"]))
     if "$ref" in value:

@@ -1,4 +1,4 @@
-"""Reads what `trainwright export` wrote, once by trainwright and once by transformers, and compares the two."""
+"""Loads the exported model with trainwright and with transformers, and compares the logits."""
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

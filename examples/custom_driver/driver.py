@@ -1,4 +1,4 @@
-"""A driver of your own: an experiment by its name, files and overrides over it, and a message when it has trained."""
+"""A custom driver: loads an experiment by name with files and overrides, and sends a message after the training."""
 
 import argparse
 import json

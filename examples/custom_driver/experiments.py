@@ -1,4 +1,4 @@
-"""The experiments that driver.py and `trainwright train --experiment NAME` know: a sine, learned from noisy points."""
+"""The experiments of driver.py and `trainwright train --experiment NAME`: a sine, learned from noisy points."""
 
 import torch
 from torch import nn

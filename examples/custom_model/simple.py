@@ -1,4 +1,4 @@
-"""SimpleModel and its data: plain PyTorch, which knows neither trainwright nor transformers."""
+"""SimpleModel and its data, in plain PyTorch: this file imports neither trainwright nor transformers."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class SimpleModel(nn.Module):
-    """Its constructor loads no weights and moves nothing to a device: that is the training's to do."""
+    """The constructor loads no weights and moves nothing to a device; the trainer does."""
 
     def __init__(self, input_dim, output_dim, width=64):
         super().__init__()
@@ -14,13 +14,13 @@ class SimpleModel(nn.Module):
         self.criterion = nn.CrossEntropyLoss()
 
     def forward(self, inputs, labels=None, **kwargs):
-        """Returns the outputs, and the loss where there are labels; the arguments are the keys of a sample."""
+        """Returns the outputs, and the loss if there are labels; the arguments are the keys of a sample."""
         logits = self.layers(inputs)
         return {"loss": None if labels is None else self.criterion(logits, labels), "logits": logits}
 
 
 class Handwriting(torch.utils.data.Dataset):
-    """scikit-learn's digits, by index and by iteration; every fifth one is kept for the part `valid`."""
+    """scikit-learn's digits, by index and by iteration; every fifth sample belongs to the part `valid`."""
 
     def __init__(self, part="train"):
         images, labels = load_digits(return_X_y=True)

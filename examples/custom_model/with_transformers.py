@@ -1,4 +1,4 @@
-"""The same model and the same data under Hugging Face's Trainer. Needs: pip install transformers accelerate"""
+"""Trains the same model on the same data with Hugging Face's Trainer. Needs: pip install transformers accelerate"""
 
 from simple import Handwriting, SimpleModel
 from transformers import Trainer, TrainingArguments

@@ -1,4 +1,4 @@
-"""Does this sentence answer that question? MiniLM, finetuned by functions; see README.md."""
+"""Finetunes MiniLM to decide whether a sentence answers a question, with functions; see README.md."""
 
 import ast
 import sys
@@ -22,14 +22,14 @@ class AnswerJudge(torch.nn.Module):
         self.head = torch.nn.Linear(1, 2)
 
     def forward(self, tokens, texts):
-        own = texts[:, None, :, None] == texts[:, None, None, :]  # question and answer do not see each other
+        own = texts[:, None, :, None] == texts[:, None, None, :]  # question and answer do not attend to each other
         hidden = self.bert(tokens, own)
         question, answer = (((texts == number)[..., None] * hidden).sum(1) for number in (0, 1))
         return self.head(5 * cosine_similarity(question, answer)[:, None])
 
 
 class QuestionsAndAnswers(torch.utils.data.Dataset):
-    """What does a function do? Every second answer is another function's docstring."""
+    """Questions about functions; every second answer is the docstring of another function."""
 
     def __init__(self, folder, args):
         self.tokenizer, self.pairs = load_tokenizer("minilm"), []
@@ -59,7 +59,7 @@ def forward_step(data_iterator, model, args, timers):
 
 
 def begin_with_similarity(args, model):
-    model.head.weight.data = torch.tensor([[-1.0], [1.0]])  # an answer that is near its question is right
+    model.head.weight.data = torch.tensor([[-1.0], [1.0]])  # an answer similar to its question is right
     model.head.bias.data = torch.tensor([1.5, -1.5])
     for parameter in model.head.parameters():
         parameter.lr_scale = 100.0

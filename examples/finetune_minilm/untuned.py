@@ -1,4 +1,4 @@
-"""What MiniLM answers untrained: texts that are near belong together; how near is chosen on the training data."""
+"""Evaluates MiniLM without finetuning: similar texts match, with a threshold chosen on the training data."""
 
 import torch
 
@@ -6,7 +6,7 @@ from trainwright import RunConfig, build_trainer
 
 trainer = build_trainer(RunConfig.load("run.yaml", ["name=untuned"]))  # adapters change nothing before the first step
 model = trainer.model.eval()
-model.classifier.weight.data = torch.tensor([[0.0], [0.2]])  # so that class 1 scores the similarity itself
+model.classifier.weight.data = torch.tensor([[0.0], [0.2]])  # the score of class 1 is then the similarity itself
 model.classifier.bias.data.zero_()
 
 

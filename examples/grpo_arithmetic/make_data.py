@@ -1,6 +1,6 @@
 """Writes sums of two numbers below 20: prompts with their answers for GRPO, and examples for the warm-up.
 
-The answer of an example is right, one too high (twice as often), or two too high: most of them are wrong.
+The answer of an example is right, too high by one (twice as often), or too high by two, so most examples are wrong.
 """
 
 import json
@@ -17,7 +17,7 @@ def write(name, rows):
 draw = random.Random(0)
 sums = [{"prompt": f"{left}+{right}=", "answer": str(left + right)} for left in range(20) for right in range(20)]
 draw.shuffle(sums)
-write("valid.jsonl", sums[:80])  # GRPO does not see these
+write("valid.jsonl", sums[:80])  # not in the training set of GRPO
 write("prompts.jsonl", sums[80:])
 examples = [
     {"prompt": row["prompt"], "completion": str(int(row["answer"]) + draw.choice(MISTAKES))}

@@ -1,4 +1,4 @@
-"""The run of run.yaml from a script, under another name: a trainer that appends a hook of its own."""
+"""The run of run.yaml from a script, under another name, with a trainer that appends its own hook."""
 
 from trainwright import CallbackHook, RunConfig, Trainer, build_trainer
 
@@ -6,7 +6,7 @@ from trainwright import CallbackHook, RunConfig, Trainer, build_trainer
 class Announced(Trainer):
     @classmethod
     def build_hooks(cls, build):
-        hooks = super().build_hooks(build)  # the default ones and those of run.yaml
+        hooks = super().build_hooks(build)  # the default hooks and those of run.yaml
         hooks.append(CallbackHook(after_train=lambda trainer: print(f"done after {trainer.iter} updates")))
         return hooks
 

@@ -1,4 +1,4 @@
-"""`python -m trainwright` is the command `trainwright`."""
+"""`python -m trainwright` is equivalent to the command `trainwright`."""
 
 from trainwright.launch.local import die_with_launcher
 

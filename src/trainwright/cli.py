@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def _is_first_to_fail(error: Exception) -> bool:
-    """Returns True on the rank that shows its error: errors of other ranks follow from it, or are the same."""
+    """Returns True on the rank that shows its error; errors of other ranks are consequences of it, or are the same."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return True
     from trainwright.parallel.processes import note_failure
@@ -123,7 +123,7 @@ def _is_first_to_fail(error: Exception) -> bool:
 
 
 def _lost_rank(error: Exception) -> str | None:
-    """Returns a message for an error caused by the loss of another rank, which the launcher reports; else None."""
+    """Returns a message for an error caused by the loss of another rank, which the launcher reports; None otherwise."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     from trainwright.parallel.processes import describe_lost_connection

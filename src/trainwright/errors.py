@@ -24,7 +24,7 @@ A launcher that restarts on it resumes from the newest checkpoint (hooks/watchdo
 
 
 def exit_code_of(signal_name: str) -> int:
-    """Returns the exit code of a run that a signal has interrupted, as a shell reports it."""
+    """Returns the exit code of a run that was interrupted by a signal, like a shell."""
     return 128 + signal.Signals[signal_name].value
 
 
@@ -37,7 +37,7 @@ class TrainwrightError(Exception):
         super().__init__(mask_secrets(f"{where}: {problem}" if where is not None else problem))
 
     def _render_traceback_(self) -> list[str]:
-        """Returns what a notebook shows: the message without a traceback, as the command line does.
+        """Returns the display in a notebook: the message without a traceback, as on the command line.
 
         The file of a cell, a temporary one, is shown as In[3]. Log level DEBUG shows tracebacks.
         """
@@ -56,7 +56,7 @@ class TrainwrightError(Exception):
 
 
 def shorten_tracebacks() -> None:
-    """Makes a script that ends with a TrainwrightError print one line, as the command line does.
+    """Makes a script that ends with a TrainwrightError print one line, like the command line.
 
     Has no effect if another excepthook is installed (a debugger, a service). Log level DEBUG shows tracebacks.
     """
@@ -77,7 +77,7 @@ class ConfigError(TrainwrightError):
 
 
 class TrustError(ConfigError):
-    """A run folder that this user's runs did not write names code, which is not loaded without permission."""
+    """A foreign run folder names code, which is not loaded without permission."""
 
 
 class ComponentError(ConfigError):
@@ -93,7 +93,7 @@ class DataError(TrainwrightError):
 
 
 class WorkerLostError(DataError):
-    """A process that reads data was killed, ended or does not answer: a launcher may start the run again."""
+    """A process that reads data was killed, has ended or does not answer; a launcher may restart the run."""
 
 
 class AnomalyError(TrainwrightError):
@@ -105,4 +105,4 @@ class HostReadError(TrainwrightError):
 
 
 class OutOfMemory(TrainwrightError):  # noqa: N818  # the common term
-    """The device or the host has no memory left for a step; the message says what uses it and what to change."""
+    """The device or the host has no memory left for a step; the message describes its usage and settings to change."""

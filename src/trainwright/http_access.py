@@ -1,4 +1,4 @@
-"""Access to a server on this machine: for programs of the machine itself, and for clients that send a token.
+"""Access control for a server on this machine: local programs, and clients that send a token.
 
 Shared by `trainwright serve` (export/server.py) and `trainwright watch` (watch/server.py).
 """
@@ -27,14 +27,14 @@ def check_access(host: str, token: str | None) -> None:
 
 
 def is_token(given: str, token: str) -> bool:
-    """Compares in constant time, so that the time does not reveal how much of a guess is right."""
+    """Compares in constant time, so the time does not reveal how much of a guess is right."""
     return hmac.compare_digest(given.encode(), token.encode())
 
 
 def is_loopback(host_header: str) -> bool:
     """Returns True for a Host header of this machine.
 
-    A website whose name was pointed to this machine could otherwise read answers from a browser.
+    Otherwise, a website whose name resolves to this machine could read responses from a browser.
     """
     if host_header.startswith("["):
         return host_header[1:].partition("]")[0] in LOOPBACK

@@ -35,7 +35,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     def show_from(self, level: int) -> None:
         """Shows messages from `level`; ranks other than 0 show only errors."""
         self.setFormatter(_SafeFormatter("%(message)s"))
-        # A warning that thousands of ranks print would hide everything else.
+        # A warning from thousands of ranks would hide everything else.
         self.setLevel(level if os.environ.get("RANK", "0") == "0" else max(level, logging.ERROR))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -66,7 +66,7 @@ class _WarningsHandler(_StderrHandler):
 
 def in_notebook() -> bool:
     """Returns True in a Jupyter kernel, whose outputs a browser shows; False in a terminal with IPython."""
-    # Another thread may be importing IPython just now: the module then has no get_ipython yet.
+    # Another thread may be importing IPython, in which case the module has no get_ipython yet.
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
 
@@ -196,8 +196,8 @@ class _Buffer(logging.Handler):
 def outlive_console() -> Iterator[None]:
     """Lets the program continue if its terminal is closed, or the reader of its pipe ends (`| head`).
 
-    Further output is discarded, which the log notes. Output is also discarded while its disk is full. Streams that a
-    notebook or a test has replaced stay as they are.
+    Further output is discarded, which is logged. Output is also discarded while its disk is full. Streams that a
+    notebook or a test has replaced are not changed.
     """
     guarded: list[tuple[str, Any, _ConsoleFile]] = []
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
@@ -208,7 +208,7 @@ def outlive_console() -> Iterator[None]:
             continue  # an enclosing context
         file = _ConsoleFile(name, descriptor)
         replaced = io.TextIOWrapper(
-            # With `python -u` the stream has no buffer, and prints are shown at once.
+            # With `python -u`, the stream has no buffer, and prints are shown immediately.
             file if isinstance(stream.buffer, io.RawIOBase) else io.BufferedWriter(file),
             encoding=stream.encoding,
             errors=stream.errors,
@@ -247,7 +247,7 @@ def _descriptor(stream: TextIO) -> int | None:
 
 
 class _ConsoleFile(io.FileIO):
-    """Standard output or error, which stays writable after its reader is gone."""
+    """Standard output or error, which stays writable after its reader has ended."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -263,7 +263,8 @@ class _ConsoleFile(io.FileIO):
             return memoryview(content).nbytes
 
     def discard(self, error: OSError) -> None:
-        """Discards what follows if the reader is gone, or only the current text if the disk is full; else raises."""
+        """Discards all further text if the reader has ended, or only the current text if the disk is full; otherwise
+        raises."""
         if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT):
             raise error
         if error.errno in (errno.EPIPE, errno.EIO):
@@ -272,14 +273,14 @@ class _ConsoleFile(io.FileIO):
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
         if self._note is None:
-            # In a thread: the log may be waiting for this very write.
-            message = "%s is not readable any more (%s): its output is discarded, and the run continues."
+            # In a thread, because the log may be waiting for this write.
+            message = "%s is no longer readable (%s): its output is discarded, and the run continues."
             arguments = (message, self._name, error.strerror)
             self._note = threading.Thread(target=logger.warning, args=arguments, daemon=True)
             self._note.start()
 
     def finish(self) -> None:
-        """Waits until the log has the note."""
+        """Waits until the message is logged."""
         if self._note is not None:
             self._note.join()
 

@@ -1,12 +1,13 @@
-"""Shows long work, such as tokenizing or saving: a bar in the last row of a terminal, otherwise lines in the log.
+"""Shows the progress of long operations, such as tokenizing or saving: a bar in the last row of a terminal, otherwise
+lines in the log.
 
     with progress("Tokenizing", total=len(rows), unit="rows") as advance:
         for row in rows:
             ...
             advance()
 
-Any module may call it, in any thread; rank 0 shows it. Work of less than half a second shows nothing, and work of less
-than two seconds leaves nothing. `BottomRows` is also where writers/console.py draws its panel.
+Any module may call it, in any thread; rank 0 shows it. An operation of less than half a second shows nothing, and one
+of less than two seconds logs nothing. writers/console.py draws its panel in `BottomRows` too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SHOWN_AFTER_SECONDS, DRAWN_EVERY_SECONDS = 0.5, 0.25
 LOGGED_AFTER_SECONDS, LOGGED_EVERY_SECONDS = 2.0, 60.0
-"""Also the least time between the log lines of work that is repeated, such as an evaluation."""
+"""Also the minimum time between the log lines of repeated operations, such as evaluations."""
 
 _BAR_COLUMNS = 30
 _BARS = "▁▂▃▄▅▆▇█"
@@ -38,12 +39,12 @@ _SAVE_CURSOR, _RESTORE_CURSOR, _SCROLL_ALL, _ERASE_BELOW = "\x1b7", "\x1b8", "\x
 
 
 class Phase:
-    """Work in progress. Call it with the amount that was done: `advance()` for one item, `advance(4096)` for more."""
+    """Work in progress. Call it with the completed amount: `advance()` for one item, `advance(4096)` for more."""
 
     def __init__(self, what: str, *, total: float | None = None, unit: str = "") -> None:
         self.what = what
         self.total = total
-        """The amount when all is done, in `unit`; None if it is not known (yet)."""
+        """The total amount in `unit`; None if it is not yet known."""
         self.unit = unit
         self.done = 0.0
         self.start = time.monotonic()
@@ -59,14 +60,14 @@ class Phase:
         return time.monotonic() - self.start
 
     def amounts(self) -> str:
-        """Returns how much is done, and the time left if it can be estimated."""
+        """Returns the completed fraction, and the remaining time if it can be estimated."""
         parts = [_amount(self.done, self.total, self.unit)] if self.done or self.total else []
         if self.total and 0 < self.done < self.total and self.seconds > 1:
             parts.append(f"{clock_text(self.seconds / self.done * (self.total - self.done))} left")
         return "  ".join(parts)
 
     def line(self, columns: int) -> str:
-        """Returns a line of at most this width: what is done, a bar, the amounts and the time since the start."""
+        """Returns a line of at most this width: the operation, a bar, the amounts and the time since the start."""
         from rich.cells import cell_len, set_cell_size
 
         parts = [safe(self.what)]
@@ -80,7 +81,7 @@ class Phase:
 
 @contextmanager
 def progress(what: str, *, total: float | None = None, unit: str = "") -> Iterator[Phase]:
-    """Shows work while the block runs; yields a function to report how much of `total` is done.
+    """Shows an operation while the block runs; yields a function to report the completed part of `total`.
 
     `what` is a verb with an object, such as "Loading tokenizer.json". With `unit="bytes"` amounts are shown in MB.
     """
@@ -102,7 +103,7 @@ def progress(what: str, *, total: float | None = None, unit: str = "") -> Iterat
 
 @contextmanager
 def phases_shown_by(display: Callable[[Phase | None], None]) -> Iterator[None]:
-    """Calls `display`, in another thread, with the work in progress a few times per second, and with None at its end.
+    """Calls `display`, in another thread, with the current operation a few times per second, and with None at its end.
 
     For a writer that owns the last rows of the terminal, which then have no bar.
     """
@@ -124,7 +125,7 @@ class BottomRows:
     """Rows at the bottom of a terminal that stay in place while all other output scrolls above them.
 
     The terminal's scrolling region ends above these rows, so the output of user code, of libraries, of other processes
-    and of a debugger neither overwrites them nor is overwritten. A process that is killed leaves the region as it is;
+    and of a debugger neither overwrites them nor is overwritten. A process that is killed does not restore the region;
     the command `reset` restores the terminal.
     """
 
@@ -138,7 +139,7 @@ class BottomRows:
         try:
             columns, rows = os.get_terminal_size(self._descriptor)
         except OSError:
-            return  # the terminal is gone
+            return  # the terminal was closed
         height = len(lines)
         if rows < height + _MIN_ROWS_ABOVE:
             if self._height:
@@ -146,11 +147,12 @@ class BottomRows:
             return
         text = ""
         if (columns, rows) != self._size or height != self._height:
-            # The cursor is above the old rows, wherever the terminal has moved them.
+            # The cursor is above the old rows, even if the terminal has moved them.
             text += f"{_SAVE_CURSOR}{_SCROLL_ALL}{_RESTORE_CURSOR}{_ERASE_BELOW}" if self._height else ""
             text += "\x1bD" * height + f"\x1b[{height}A"  # scrolls if the cursor is too low
             self._size, self._height = (columns, rows), height
-        # The region is set each time: a program that the user has suspended the run for may have changed it.
+        # The region is set each time, because a program that ran while the user had suspended the run may have changed
+        # it.
         text += f"{_SAVE_CURSOR}\x1b[1;{rows - height}r"
         text += "".join(f"\x1b[{rows - height + 1 + number};1H\x1b[2K{line}" for number, line in enumerate(lines))
         self._write(f"{text}\x1b[0m{_RESTORE_CURSOR}")
@@ -165,7 +167,7 @@ class BottomRows:
         try:
             os.write(self._descriptor, text.encode("utf-8", "replace"))
         except OSError:
-            self._height = 0  # log.outlive_console reports a terminal that is gone
+            self._height = 0  # log.outlive_console reports a closed terminal
 
 
 def is_terminal(descriptor: int) -> bool:
@@ -197,7 +199,8 @@ def bar_text(share: float, columns: int) -> str:
 def sparkline(values: Sequence[float], max_columns: int | None = None) -> str:
     """Returns values as a row of bars, the highest one full; a value that is not finite is a gap.
 
-    Of more values than `max_columns` a bar is the mean of those that are finite. Empty for fewer than two bars.
+    If there are more values than `max_columns`, a bar is the mean of several finite values. Empty for fewer than two
+    bars.
 
     >>> sparkline([3.0, 2.0, 1.0])
     '█▄▁'
@@ -238,11 +241,11 @@ def _amount(done: float, total: float | None, unit: str) -> str:
 
 
 class _Status:
-    """The work in progress of this process, and where it is shown."""
+    """The current operations of this process, and their display."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
-        # Reentrant: a signal handler may begin or end work while its thread holds it.
+        # Reentrant, because a signal handler may begin or end an operation while its thread holds the lock.
         self._lock = threading.RLock()
         self._phases: list[Phase] = []
         self._rows: BottomRows | None = None
@@ -250,19 +253,19 @@ class _Status:
         self._logged: dict[str, float] = {}
 
     def of_this_process(self) -> _Status:
-        """Forgets the work of the process that this one was forked from."""
+        """Clears the operations of the process from which this one was forked."""
         if self._process != os.getpid():
             self.__init__()  # type: ignore[misc]
         return self
 
     def begin(self, phase: Phase) -> None:
-        """Adds work, and starts a thread that shows it."""
+        """Adds an operation, and starts a thread that shows it."""
         with self._lock:
             self._phases.append(phase)
         threading.Thread(target=self._watch, args=(phase,), name="trainwright-progress", daemon=True).start()
 
     def end(self, phase: Phase, *, is_complete: bool = False) -> None:
-        """Removes work; the log says how long it took if it was long."""
+        """Removes an operation; logs its duration if it was long."""
         phase.has_ended.set()
         with self._lock:
             self._phases.remove(phase)
@@ -275,7 +278,7 @@ class _Status:
             logger.info("%s: done in %.1f s%s.", phase.what, phase.seconds, amounts)
 
     def take(self, display: Callable[[Phase | None], None] | None) -> None:
-        """Gives the last rows to a writer, or takes them back."""
+        """Assigns the last rows to a writer, or reclaims them."""
         with self._lock:
             self.close_rows()
             self._display = display
@@ -306,7 +309,7 @@ class _Status:
                 logger.info("%s: %s after %.0f s", phase.what, amounts or "in progress", phase.seconds)
 
     def _may_log(self, phase: Phase) -> bool:
-        """Returns True unless the log has had lines of the same, earlier work within LOGGED_EVERY_SECONDS."""
+        """Returns True unless the same kind of operation was logged within LOGGED_EVERY_SECONDS."""
         latest = self._logged.get(phase.what)
         if latest is not None and latest != phase.start and phase.start - latest < LOGGED_EVERY_SECONDS:
             return False
@@ -314,7 +317,7 @@ class _Status:
         return True
 
     def _draw(self) -> None:
-        """Shows the newest work that is long enough."""
+        """Shows the newest operation that is long enough."""
         phase = next((each for each in reversed(self._phases) if each.seconds >= SHOWN_AFTER_SECONDS), None)
         if self._display is not None:
             self._display(phase)

@@ -14,7 +14,7 @@ from typing import Any
 MASK = "***"
 
 _PASSWORD = re.compile(r"(?<=://)(?:([^/\s@:]*):[^/\s]+|[^/\s@:]{20,})@")
-"""A user and a password before a host name, or one long word there, which is a token."""
+"""A user and a password before a host name, or a single long word, which is a token."""
 _QUERY = re.compile(
     r"([?&;#](?:[\w.%-]*(?:token|signature|secret|password|passwd|credential|api[-_]?key|access[-_]?key(?:id)?)"
     r"|sig|pwd|auth|key)=)[^&;#\s'\"<>)\]},]+",
@@ -83,7 +83,7 @@ def json_text(value: Any, **options: Any) -> str:
 def flat_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested settings as flat names and plain values, with *** for values whose name is that of a secret.
 
-    Settings that are None are left out.
+    Settings that are None are omitted.
 
     >>> flat_settings({"trainer": {"lr": 0.1, "api_key": "abc"}, "seed": None})
     {'trainer.lr': 0.1, 'trainer.api_key': '***'}

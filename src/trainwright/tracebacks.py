@@ -19,7 +19,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "
 def fold(error: BaseException) -> str:
     """Returns the traceback with consecutive frames that are not the user's folded into one line.
 
-    Nothing is folded if no frame is the user's, because then the error is in the package.
+    Nothing is folded if no frame is the user's, because the error is then in the package.
     """
     whole = traceback.TracebackException.from_exception(error)
     frames = list(whole.stack)

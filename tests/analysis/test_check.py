@@ -443,7 +443,7 @@ def test_a_metric_without_its_output_is_shown_at_its_setting(check):
     report = check("evaluation.metrics={accuracy: {type: accuracy, outputs: scores}}")
     (error, *_) = errors_of(report)
     assert error[0].startswith("override evaluation.metrics=")
-    assert error[1] == "evaluation.metrics.accuracy.outputs: forward gives no 'scores'; it gives logits."
+    assert error[1] == "evaluation.metrics.accuracy.outputs: forward returns no 'scores'; it returns logits."
 
 
 # gradients and optimizers
@@ -477,11 +477,11 @@ def test_unknown_metrics_are_errors_at_their_settings(check):
     assert errors_of(report) == [
         (
             "override hooks=[{type: early_stopping, metric: valid/acc}]",
-            "early_stopping.metric: no evaluation gives 'valid/acc'.",
+            "early_stopping.metric: no evaluation returns 'valid/acc'.",
         ),
         (
             "override checkpoint.keep_best={metric: valid/los}",
-            "checkpoint.keep_best.metric: no evaluation gives 'valid/los'.",
+            "checkpoint.keep_best.metric: no evaluation returns 'valid/los'.",
         ),
     ]
     assert [marked(each) for each in report.findings] == ["valid/acc", "valid/los"]

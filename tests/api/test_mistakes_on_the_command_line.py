@@ -195,7 +195,7 @@ def test_numbers_of_numpy_are_numbers_in_a_dict():
         (["--fast-dev-run", "--fresh"], "--fresh: has no effect, because --fast-dev-run"),
         (["--fast-dev-run", "--resume"], "--resume: has no effect, because --fast-dev-run"),
         (["--fast-dev-run", "--accept-changes"], "--accept-changes: has no effect, because --fast-dev-run"),
-        (["--quiet", "--verbose"], "--quiet shows less and --verbose shows more. Give one of the two."),
+        (["--quiet", "--verbose"], "--quiet shows less and --verbose shows more. Use one of the two."),
     ],
 )
 def test_a_flag_without_effect_is_rejected(project, words, problem):

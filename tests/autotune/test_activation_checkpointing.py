@@ -139,7 +139,7 @@ def test_the_share_is_logged(tmp_path, rejecting_device, caplog):
     with caplog.at_level(logging.INFO, logger="trainwright"):
         settle(load(tmp_path, limit=3))
     assert [each for each in caplog.messages if "activation_checkpointing" in each] == [
-        "model.activation_checkpointing.budget: auto: trying how few layers need to be recomputed",
+        "model.activation_checkpointing.budget: auto: finding the minimum number of layers to recompute",
         "model.activation_checkpointing.budget: auto: 0.5",
     ]
 

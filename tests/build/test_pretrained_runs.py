@@ -378,7 +378,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_starts_with_the_pretrained_weig
         part.write_bytes(part.read_bytes()[:-8])
     with caplog.at_level(logging.WARNING):
         again = build_trainer(configured(project, MODELS["ours"]))
-    assert "No intact checkpoint is left" in caplog.text
+    assert "There is no intact checkpoint" in caplog.text
     assert again.step == 0
     assert all(torch.equal(tensor, begun[name]) for name, tensor in all_tensors(again.model).items())
 

@@ -334,7 +334,7 @@ def test_when_all_are_damaged_none_is_intact_and_all_are_kept(two, caplog):
         (two.path(step) / "model.safetensors").unlink()
     assert two.newest_intact() is None
     assert names(two) == ["damaged-step-00000010", "damaged-step-00000020"]
-    assert caplog.text.count("No intact checkpoint is left") == 2
+    assert caplog.text.count("There is no intact checkpoint") == 2
 
 
 def test_reading_a_damaged_file_names_it_as_a_checkpoint_error(two):

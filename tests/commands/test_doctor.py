@@ -50,7 +50,7 @@ def test_measurements_are_positive_and_leave_no_file(tmp_path, monkeypatch):
 
 
 def test_a_measurement_that_fails_is_a_line(tmp_path, monkeypatch):
-    report = doctor.Report({}, [])
+    report = doctor.MachineReport({}, [])
     doctor._measure_disk(report, tmp_path / "missing")
     assert report.measurements["disk"].startswith("failed: FileNotFoundError")
 

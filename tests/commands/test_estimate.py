@@ -76,7 +76,7 @@ def test_without_data_the_error_names_the_length(run_file):
     done = invoke(run_file, "--world", 4)
     assert isinstance(done.exception, ConfigError)
     assert mentions(str(done.exception), "data.train")
-    assert "Or give --length N" in str(done.exception)
+    assert "Or use --length N" in str(done.exception)
 
 
 def test_a_model_that_cannot_be_built_is_reported_once(run_file, caplog):

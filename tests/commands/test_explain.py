@@ -217,7 +217,7 @@ def test_a_trainer_that_builds_a_part_itself_comes_before_its_section(project):
     assert first == f"* Mine.build_model {place('def build_model')} Makes a model of mine."
     assert mentions(second, "build")
     hooks = next(line for line in lines if line.startswith("hooks, in the order"))
-    assert "it may add or drop hooks" in hooks
+    assert "it may add or remove hooks" in hooks
 
 
 def test_a_task_overrides_sections_which_then_have_no_effect(project):

@@ -44,13 +44,13 @@ def test_later_overrides_see_earlier_ones():
     ("override", "message"),
     [
         ("a", "an override is written key=value, such as trainer.max_steps=5; it has no =."),
-        ("=1", "an override is written key=value, such as trainer.max_steps=5; a component of the key is empty."),
-        ("a..b=1", "an override is written key=value, such as trainer.max_steps=5; a component of the key is empty."),
+        ("=1", "an override is written key=value, such as trainer.max_steps=5; a part of the key is empty."),
+        ("a..b=1", "an override is written key=value, such as trainer.max_steps=5; a part of the key is empty."),
         ("seed.x=1", "seed: is 42, so it has no keys. Replace it whole: seed=…."),
         ("name.x=1", 'name: is the text "n", so it has no keys. Replace it whole: name=….'),
         (
             "hooks.3.x=1",
-            "hooks: is a list of 2, so there is no index 3 (known: 0 to 1). Replace the list whole: hooks=[…].",
+            "hooks: is a list of 2, so there is no index 3 (known: 0 to 1). Replace the whole list: hooks=[…].",
         ),
         ("hooks.x=1", 'hooks: is a list of 2; "x" is not an index such as hooks.0.'),
         ("extends=[x]", "extends: is read from the file only. Set it there."),

@@ -119,7 +119,7 @@ def test_every_key_of_every_section_has_a_docstring():
 def test_a_built_in_trainer_rejects_unknown_keys(trainer):
     text = rejection_of({"trainer": {**trainer, "temperature": 2}})
     assert text.startswith("trainer.temperature: there is no such setting.")
-    assert text.endswith("Only a trainer of your own has further options.")
+    assert text.endswith("Only a custom trainer has further options.")
 
 
 @pytest.mark.parametrize("type_name", ["mine.MyTrainer", "trainers/mine.py:MyTrainer", "my_pkg:T", "registered"])
@@ -136,7 +136,7 @@ def test_a_users_trainer_keeps_further_keys(type_name):
 )
 def test_a_users_trainer_rejects_keys_that_look_misspelt(key, known):
     text = rejection_of({"trainer": {"type": "mine.T", key: 1}})
-    assert text.startswith(f'trainer.{key}: looks like a misspelt "{known}".')
+    assert text.startswith(f'trainer.{key}: looks like a misspelled "{known}".')
 
 
 def test_optimizer_and_optimizers_exclude_each_other():

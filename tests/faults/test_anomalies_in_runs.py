@@ -256,7 +256,7 @@ WITH_WORKERS.remove(("a checkpoint", STREAM, 2))
 
 @pytest.mark.parametrize(("back_to", "kind", "workers"), every(BACK_TO, [POINTS, STREAM], [0, 2], but=WITH_WORKERS))
 def test_several_anomalies_are_all_left_out(back_to, kind, workers, tmp_path, reference_of, tried):
-    tried("several anomalies in one run, two of them neighbours: `rollback`")
+    tried("several anomalies in one run, two of them adjacent: `rollback`")
     hurt = [3, 6, 7]
     common = (*COMMON, f"data.num_workers={workers}")
     reference, run = reference_of(*common, data(kind, without=hurt)), tmp_path / "run"
@@ -280,7 +280,7 @@ def test_skip_batches_leaves_out_the_batches_behind_it_too(tmp_path, tried):
 
 @pytest.mark.parametrize("act", ["skip", "rollback"])
 def test_too_many_anomalies_end_the_run(act, tmp_path, tried):
-    tried("more anomalies than `anomalies.max_anomalies`, also over a kill -9", cases=2)
+    tried("more anomalies than `anomalies.max_anomalies`, also across a kill -9", cases=2)
     settings = (*COMMON, data(hurt=[2, 5, 8]), *policy("nan", act), "anomalies.max_anomalies=2")
     run, killed = tmp_path / "run", tmp_path / "killed"
     assert train(run, *settings) == 2
@@ -325,7 +325,7 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(tmp_path, tried):
     ),
 )
 def test_a_bundle_is_enough_to_run_the_very_step_again(harm, act, tmp_path, tried):
-    tried("an anomaly's step is run again from its bundle")
+    tried("the step of an anomaly is reproduced from its bundle")
     run, again = tmp_path / "run", tmp_path / "again"
     settings = (*COMMON, data(hurt=[6], by=HARM[harm]), *policy(harm, act))
     assert train(run, *settings) == (2 if act == "raise" else 0)

@@ -50,7 +50,7 @@ class CloseReader(Hook):
 
 @pytest.mark.parametrize("make", [os.pipe, os.openpty])
 def test_a_run_whose_output_nobody_reads_ends_well(make, tmp_path, undisturbed, tried):
-    tried("the reader of stdout and stderr is gone: a pipe, a terminal")
+    tried("stdout and stderr without a reader: a pipe, a terminal")
     hook = CloseReader()
     assert train(tmp_path / "run", *SMALL, *CONSOLE, hooks=[hook], prepare=lambda: hook.connect(make)) == 0
     assert log_of(tmp_path / "run").count("the run continues") == (2 if make is os.pipe else 1)  # one for each stream
@@ -70,7 +70,7 @@ def test_output_on_a_full_disk_is_discarded(tmp_path, undisturbed, tried):
 
 
 def test_a_run_whose_own_terminal_is_closed_saves_and_goes_on(tmp_path, undisturbed, tried):
-    tried("the terminal of a run is closed (SIGHUP, and no output any more)")
+    tried("the terminal of a run is closed (SIGHUP, then no output)")
     hook = CloseReader()
     code = train(
         tmp_path / "run", *SMALL, *CONSOLE, hooks=[hook], prepare=lambda: hook.connect(os.openpty, controls=True)

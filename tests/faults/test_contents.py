@@ -181,11 +181,11 @@ def test_a_run_that_goes_on_without_any_one_item_of_its_checkpoint_ends_otherwis
     constant = [path for path in items if path not in matters and len(path) <= 2]
     assert not constant, f"no case here changes these: {constant}"
     assert len(matters) > 20
-    tried("a checkpoint without one of its items is noticed", cases=len(matters))
+    tried("a checkpoint with a missing item", cases=len(matters))
 
 
 def test_a_checkpoint_that_lacks_an_item_is_rejected(cases, tried):
     items = [path for path in items_of(cases[0].parts) if len(path) == 2]
     for path in items:
         assert not cases[0].goes_on_alike(without(path)), path
-    tried("a checkpoint without one of its items is noticed", cases=len(items))
+    tried("a checkpoint with a missing item", cases=len(items))

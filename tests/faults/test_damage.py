@@ -56,7 +56,7 @@ def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_used(
     file, which, whole, killed, tmp_path, tried
 ):
     kinds = ways_to_harm(file, which)
-    tried("a file of the newest checkpoint cut, flipped or deleted", cases=len(kinds))
+    tried("a file of the newest checkpoint truncated, corrupted or deleted", cases=len(kinds))
     for number, kind in enumerate(kinds):
         run = copy_run(killed, tmp_path / f"run-{number}")
         DAMAGE[kind](store_of(run).path(4) / file)
@@ -81,7 +81,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_begins_again_and_deletes_nothin
     before = [content_of(store_of(run).path(step)) for step in (2, 4)]
     assert train(run) == 0
     log = log_of(run)
-    assert log.count("No intact checkpoint is left: training starts at step 0.") == 2
+    assert log.count("There is no intact checkpoint: training starts at step 0.") == 2
     assert "Resumed" not in log
     damaged = [run / "checkpoints" / f"damaged-step-{step:08d}" for step in (2, 4)]
     assert [content_of(folder) for folder in damaged] == before
@@ -95,7 +95,7 @@ SAMPLED = ("model.json", "optimizers.safetensors")  # the other files' are `make
     "file", [pytest.param(file, marks=[] if file in SAMPLED else [pytest.mark.slow]) for file in FILES[1:]]
 )
 def test_a_write_that_the_disk_dropped_after_the_commit_costs_one_checkpoint(file, whole, tmp_path, tried):
-    tried("a disk that drops what it had confirmed, then kill -9")
+    tried("a disk that loses data that it had confirmed, then kill -9")
 
     def drop(path):
         cut(path / file, lambda size: size // 2)
@@ -109,7 +109,7 @@ def test_a_write_that_the_disk_dropped_after_the_commit_costs_one_checkpoint(fil
 
 
 def test_a_second_damage_gets_a_name_of_its_own(whole, killed, tmp_path, tried):
-    tried("the checkpoint that replaced a damaged one is damaged too", cases=1)
+    tried("a damaged checkpoint whose replacement is damaged too", cases=1)
     run = copy_run(killed, tmp_path / "run")
     DAMAGE["cut to half"](store_of(run).path(4) / "model.safetensors")
     assert train(run, "checkpoint.asynchronous=false", hooks=[kill_at(5)]) == -signal.SIGKILL
@@ -122,7 +122,7 @@ def test_a_second_damage_gets_a_name_of_its_own(whole, killed, tmp_path, tried):
 
 @pytest.mark.parametrize("rest", ['{"step": 5, "lo', '{"step": 6, "loss": 0.5}\n', "\x00" * 100])
 def test_a_log_line_that_was_half_written_is_written_again(rest, whole, killed, tmp_path, tried):
-    tried("a log line half-written, written too early, or of zeros")
+    tried("a log line truncated, written too early, or filled with zeros")
     run = copy_run(killed, tmp_path / "run")
     with (run / "metrics.json").open("a", encoding="utf-8") as file:
         file.write(rest)

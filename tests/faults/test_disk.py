@@ -44,7 +44,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("saving", SAVING)
 def test_a_save_that_does_not_fit_is_told_and_the_next_one_is_made(saving, whole, tmp_path, tried):
-    tried("files can grow no more (RLIMIT_FSIZE) for one save")
+    tried("files cannot grow (RLIMIT_FSIZE) during one save")
     run = tmp_path / "run"
     hooks = [At(3, limit_files), At(5, lift_limit)]
     assert train(run, *WIDE, *SAVING[saving], hooks=hooks) == 0
@@ -58,7 +58,7 @@ def test_a_save_that_does_not_fit_is_told_and_the_next_one_is_made(saving, whole
 
 @pytest.mark.parametrize("saving", SAVING)
 def test_the_run_ends_after_max_failures_and_goes_on_when_there_is_room(saving, whole, tmp_path, tried):
-    tried("files can grow no more (RLIMIT_FSIZE) until checkpoint.max_failures")
+    tried("files cannot grow (RLIMIT_FSIZE) until checkpoint.max_failures")
     run = tmp_path / "run"
     settings = (*WIDE, "checkpoint.max_failures=2", "checkpoint.every_steps=1", *SAVING[saving])
     assert train(run, *settings, hooks=[At(3, limit_files)]) == 2
@@ -70,7 +70,7 @@ def test_the_run_ends_after_max_failures_and_goes_on_when_there_is_room(saving, 
 
 @pytest.mark.parametrize("saving", SAVING)
 def test_a_run_whose_last_save_fails_does_not_end_as_if_it_were_safe(saving, whole, tmp_path, tried):
-    tried("files can grow no more (RLIMIT_FSIZE) at the last save")
+    tried("files cannot grow (RLIMIT_FSIZE) during the last save")
     run = tmp_path / "run"
     assert train(run, *WIDE, *SAVING[saving], hooks=[At(5, limit_files)]) == 2
     assert "step-00000006: The checkpoint could not be written" in stderr_of(run)
@@ -95,7 +95,7 @@ def test_a_log_that_cannot_be_written_ends_the_run_and_the_same_command_goes_on(
 
 @pytest.mark.parametrize("saving", SAVING)
 def test_a_checkpoints_folder_that_is_removed_is_made_again(saving, whole, tmp_path, tried):
-    tried("the checkpoints folder is removed in mid-run, then kill -9")
+    tried("the checkpoints folder is removed during a run, then kill -9")
     run = tmp_path / "run"
 
     def remove(trainer):
@@ -112,7 +112,7 @@ def test_a_checkpoints_folder_that_is_removed_is_made_again(saving, whole, tmp_p
 
 @pytest.mark.parametrize("saving", SAVING)
 def test_a_mount_that_is_lost_for_a_while_costs_the_saves_of_that_time(saving, whole, tmp_path, tried):
-    tried("the checkpoints folder is lost for a while (a file in its place)")
+    tried("the checkpoints folder is temporarily replaced by a file")
     run = tmp_path / "run"
 
     def lose(trainer):
@@ -133,7 +133,7 @@ def test_a_mount_that_is_lost_for_a_while_costs_the_saves_of_that_time(saving, w
 
 @pytest.mark.parametrize("saving", SAVING)
 def test_a_read_only_folder_costs_the_saves_of_that_time(saving, whole, tmp_path, tried):
-    tried("the checkpoints folder is read-only for a while")
+    tried("the checkpoints folder is temporarily read-only")
     run = tmp_path / "run"
 
     def change_mode(mode):
@@ -239,7 +239,7 @@ def pages(folder):
 @pytest.mark.usefixtures("_can_mount")
 @pytest.mark.parametrize("saving", SAVING)
 def test_a_full_disk_costs_the_saves_until_there_is_room(saving, whole, tmp_path, tried):
-    tried("a full disk (tmpfs) for one save")
+    tried("a full disk (tmpfs) during one save")
     run = tmp_path / "run"
     ballast = run / "checkpoints" / "ballast"
 
@@ -269,7 +269,7 @@ def test_a_full_disk_costs_the_saves_until_there_is_room(saving, whole, tmp_path
 @pytest.mark.usefixtures("_can_mount")
 @pytest.mark.parametrize("saving", SAVING)
 def test_on_a_disk_with_room_for_the_kept_checkpoints_alone_the_oldest_makes_room(saving, whole, tmp_path, tried):
-    tried("a disk (tmpfs) with room for `keep_last` checkpoints and no more")
+    tried("a disk (tmpfs) with room for only `keep_last` checkpoints")
     run = tmp_path / "run"
     size = pages(store_of(whole).path(6))
     disk = lambda: mount_small_disk(run / "checkpoints", int(2.5 * size))  # noqa: E731

@@ -70,7 +70,7 @@ def test_a_run_killed_before_any_act_of_a_save_ends_as_if_nothing_had_happened(s
         assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith((".", "damaged"))]
     assert found == sorted(found)  # none before the commit, and from there on one
     assert set(found) == {False, True}
-    tried("kill -9 before each act of a save (open, write, sync, rename, link, removal)", cases=len(numbers))
+    tried("kill -9 before each file operation of a save (open, write, sync, rename, link, removal)", cases=len(numbers))
 
 
 class EndOfStart(Hook):
@@ -129,4 +129,4 @@ def test_a_run_killed_before_any_act_of_its_start_ends_as_if_nothing_had_happene
         assert train(run, *settings) == 0
         assert_same_end(whole, run)
         assert not list((run / "checkpoints").glob(".*"))
-    tried("kill -9 before each act of a start, the first one and one that goes on", cases=len(numbers))
+    tried("kill -9 before each file operation of a start, fresh or resumed", cases=len(numbers))

@@ -60,7 +60,7 @@ def test_what_is_no_job_of_slurm_is_told_so(tmp_path, scontrol):
 
 
 def test_a_rejection_of_slurm_is_a_warning_and_the_run_is_safe(tmp_path, scontrol, tried):
-    tried("a SLURM that rejects to queue a job again")
+    tried("SLURM refuses to requeue a job")
     (tmp_path / "rest").write_text("echo 'Requested operation is disabled' >&2\nexit 1\n")
     fault = Fault("forward", send(signal.SIGTERM), step=3)
     run = Run(tmp_path / "run", *REQUEUE, num_ranks=1, faults=[fault], prepare=scontrol())

@@ -128,7 +128,7 @@ class LoseFolder(Hook):
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 @pytest.mark.parametrize("max_failures", [1, 2])
 def test_saving_that_fails_for_good_ends_every_rank_with_its_cause(max_failures, asynchronous, tmp_path, tried):
-    tried("a checkpoints folder that is lost, with two ranks")
+    tried("a checkpoints folder that is removed, with two ranks")
     overrides = (*EVERY_TWO, f"checkpoint.max_failures={max_failures}", f"checkpoint.asynchronous={asynchronous}")
     run = Run(tmp_path / "run", *overrides, hooks=[LoseFolder, NoteSaves])
     assert run.wait() == [2, 2]

@@ -80,7 +80,7 @@ def test_one_process_that_is_told_to_leave_saves_its_step(phase, number, tmp_pat
 def test_all_ranks_leave_at_one_step_whichever_is_told(phase, told, tmp_path, undisturbed, tried):
     if phase == "commit" and told != "first":
         pytest.skip("the first rank alone writes")
-    tried("SIGTERM or SIGUSR1 to one rank of two, or to both, in each phase")
+    tried("SIGTERM or SIGUSR1 to one of two ranks, or to both, in each phase")
     number = (TERM, USR1)[(WHILE_TRAINING.index(phase) + sum(SIGNALED_RANKS[told])) % 2]
     run = Run(
         tmp_path / "run", *OVERRIDES, faults=[Fault(phase, linger(number), ranks=SIGNALED_RANKS[told], step=AT[phase])]
@@ -101,7 +101,7 @@ def undisturbed_stream(tmp_path_factory):
 
 @pytest.mark.parametrize("told", slow_but([("second",)], ("first", "second", "both")))
 def test_an_evaluation_over_a_stream_is_abandoned_by_all_ranks(told, tmp_path, undisturbed_stream, tried):
-    tried("SIGTERM to one rank of two, or to both, in the evaluation of a stream")
+    tried("SIGTERM to one of two ranks, or to both, during the evaluation of a stream")
     run = Run(tmp_path / "run", *STREAM, faults=[Fault("evaluation", linger(TERM), ranks=SIGNALED_RANKS[told], step=4)])
     assert run.wait(seconds=30) == [128 + TERM] * 2
     assert store_of(tmp_path / "run").steps()[-1] == 4
@@ -113,7 +113,7 @@ def test_an_evaluation_over_a_stream_is_abandoned_by_all_ranks(told, tmp_path, u
     ("failing", "kind"), slow_but([(0, "Points"), (1, "PointStream")], (0, 1), ("Points", "PointStream"))
 )
 def test_an_evaluation_that_fails_on_one_rank_fails_on_both_and_keeps_the_step(failing, kind, tmp_path, tried):
-    tried("an evaluation that fails on one rank of two")
+    tried("an evaluation that fails on one of two ranks")
 
     def fail(trainer):
         raise ValueError("by chance")
@@ -136,7 +136,7 @@ def test_a_process_that_is_told_to_leave_while_it_starts_leaves_at_once(number, 
 
 @pytest.mark.parametrize("told", slow_but([((1,),)], [(0,), (1,), (0, 1)]), ids=["first", "second", "both"])
 def test_ranks_that_are_told_to_leave_while_they_start_leave_at_once(told, tmp_path, tried):
-    tried("SIGTERM to one rank of two, or to both, at start-up")
+    tried("SIGTERM to one of two ranks, or to both, at start-up")
     codes = train_two(tmp_path / "run", *OVERRIDES, faults=[Fault("start-up", send(TERM), ranks=told)])
     # The other rank has lost its peer; a launcher sees the first to leave, and ends it.
     assert [codes[rank] for rank in told] == [128 + TERM] * len(told)
@@ -163,7 +163,7 @@ def test_a_signal_at_any_moment_loses_nothing(seed, tmp_path, undisturbed, tried
 
 @pytest.mark.parametrize(("num_ranks", "number"), slow_but([(1, USR1), (2, TERM)], (1, 2), (TERM, USR1)))
 def test_a_run_that_cannot_end_its_step_leaves_at_the_deadline(num_ranks, number, tmp_path, undisturbed, tried):
-    tried("SIGTERM or SIGUSR1 while a step never ends")
+    tried("SIGTERM or SIGUSR1 during a step that never ends")
 
     def stuck(trainer):
         os.kill(os.getpid(), number)
@@ -181,7 +181,7 @@ def test_a_run_that_cannot_end_its_step_leaves_at_the_deadline(num_ranks, number
 
 
 def test_ranks_of_which_one_is_in_a_collective_for_ever_leave_at_the_deadline(tmp_path, undisturbed, tried):
-    tried("SIGTERM while one rank waits for another for ever")
+    tried("SIGTERM while one rank waits forever for another")
 
     overrides = (*OVERRIDES, "preemption.deadline_seconds=0.5")
     run = Run(tmp_path / "run", *overrides, faults=[Fault("forward", sleep_for_ever, ranks=(1,), step=5)])
@@ -197,7 +197,7 @@ def test_ranks_of_which_one_is_in_a_collective_for_ever_leave_at_the_deadline(tm
 
 @pytest.mark.parametrize("number", slow_but([(INT,)], (TERM, USR1, INT)))
 def test_a_second_signal_ends_the_run_at_once(number, tmp_path, undisturbed, tried):
-    tried("a second signal while the step is under way")
+    tried("a second signal during the step")
 
     def twice(trainer):
         for _ in range(2):
@@ -218,7 +218,7 @@ def test_a_second_signal_ends_the_run_at_once(number, tmp_path, undisturbed, tri
 
 
 def test_the_same_signal_twice_within_two_seconds_is_one_request(tmp_path, undisturbed, tried):
-    tried("a signal that a launcher passes on once more")
+    tried("a signal that a launcher forwards a second time")
 
     def twice(trainer):
         os.kill(os.getpid(), TERM)
@@ -247,7 +247,7 @@ class Reading:
 
 @pytest.mark.parametrize("number", [TERM, INT, pytest.param(USR1, marks=pytest.mark.slow)])
 def test_a_signal_to_a_worker_of_the_loader_does_not_end_the_run(number, tmp_path, undisturbed, tried):
-    tried("SIGINT, SIGTERM or SIGUSR1 to a worker of the loader, twice")
+    tried("SIGINT, SIGTERM or SIGUSR1 to a worker of the data loader, twice")
 
     class WithReading(Trainer):
         @classmethod

@@ -74,7 +74,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_if_nothing_had_happened(
     # Twice in a row, the second time later; with workers once, for they are slow to start. They also hold a dead rank's
     # connections for up to five seconds, until they see that it is gone, so that both ranks are killed.
     steps = [drawn.randint(2, 3), drawn.randint(4, 6)][workers // 2 :]
-    tried("kill -9 of one rank of two, or of both", cases=len(steps))
+    tried("kill -9 of one of two ranks, or of both", cases=len(steps))
     for step in steps:
         victims, phase = drawn.choice(VICTIMS) if workers == 0 else (0, 1), drawn.choice(STRUCK_PHASES)
         fault = Fault(phase, send(signal.SIGKILL), ranks=victims, step=step)
@@ -85,7 +85,7 @@ def test_a_run_whose_ranks_are_killed_ends_as_if_nothing_had_happened(
 
 @pytest.mark.parametrize(("victim", "phase"), IN_PHASES)
 def test_a_rank_that_is_killed_in_any_phase_loses_nothing(victim, phase, tmp_path, undisturbed, tried):
-    tried("kill -9 of a rank of two, in each phase")
+    tried("kill -9 of one of two ranks, in each phase")
     overrides = (*SMALL, *POINTS["map"], *ACCUMULATIONS[1])
     fault = Fault(phase, send(signal.SIGKILL), ranks=(victim,), step=4)
     assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault]), (victim,))
@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_in_any_phase_loses_nothing(victim, phase, tmp_pat
     ("victim", "phase"), [(1, "forward"), (1, "after_save"), pytest.param(0, "commit", marks=pytest.mark.slow)]
 )
 def test_a_replica_that_is_killed_while_both_write_loses_nothing(victim, phase, tmp_path, undisturbed, tried):
-    tried("kill -9 of a rank of two that write a replicated model together")
+    tried("kill -9 of one of two ranks that write a replicated model together")
     overrides = (*SMALL, *POINTS["map"], *ACCUMULATIONS[1])
     fault = Fault(phase, send(signal.SIGKILL), ranks=(victim,), step=4)
     assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault], prepare=share_writing), (victim,))
@@ -110,7 +110,7 @@ def test_a_replica_that_is_killed_while_both_write_loses_nothing(victim, phase, 
 
 
 def test_a_rank_that_is_killed_while_its_workers_live_loses_nothing(tmp_path, undisturbed, tried):
-    tried("kill -9 of one rank of two, whose workers live on")
+    tried("kill -9 of one of two ranks, whose data workers survive")
     overrides = (*SMALL, *POINTS["map"], *ACCUMULATIONS[1], "data.num_workers=1")
     fault = Fault("forward", send(signal.SIGKILL), ranks=(0,), step=5)
     assert_killed(train_two(tmp_path / "run", *overrides, faults=[fault]), (0,))
@@ -119,7 +119,7 @@ def test_a_rank_that_is_killed_while_its_workers_live_loses_nothing(tmp_path, un
 
 
 def test_a_run_of_two_that_was_killed_goes_on_in_one_process(tmp_path, tried):
-    tried("kill -9 of a rank of two, resumed by one process")
+    tried("kill -9 of one of two ranks, resumed by a single process")
     # Without dropout and noise: what a rank draws depends on how many there are.
     overrides = (*SMALL, "log.every_steps=1", "data.train.noise=0.0", "model.dropout=0.0", *ACCUMULATIONS[1])
     assert train_two(tmp_path / "undisturbed", *overrides) == [0, 0]

@@ -134,7 +134,7 @@ def test_a_rank_that_dies_is_started_again_by_torchrun(way, tmp_path, undisturbe
 
 
 def test_a_killed_worker_of_the_loader_is_started_again_with_its_rank(tmp_path, undisturbed, tried):
-    tried("kill -9 of a worker of the loader under --max-restarts")
+    tried("kill -9 of a worker of the data loader under --max-restarts")
     folder, marker = tmp_path / "run", tmp_path / "died"
     hook = f"hooks=[{{type: tests.faults.once:KillWorkerOnce, marker: {marker}, step: 3}}]"
     slow = "data.loader={prefetch_factor: 1}"

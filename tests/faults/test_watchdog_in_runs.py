@@ -39,7 +39,7 @@ def assert_goes_on(folder, undisturbed, num_ranks):
     ],
 )
 def test_a_rank_that_sleeps_is_named_with_its_phase(rank, phase, name, tmp_path, undisturbed, tried):
-    tried("one rank of two asleep, in data or forward")
+    tried("one of two ranks sleeps in data loading or forward")
     run = Run(tmp_path / "run", *OVERRIDES, faults=[Fault(phase, sleep_for_ever, ranks=(rank,), step=STEP)])
     assert run.wait() == [HANG_EXIT_CODE] * 2
     line = f"Rank {rank} is stuck in {name} for"
@@ -52,7 +52,7 @@ def test_a_rank_that_sleeps_is_named_with_its_phase(rank, phase, name, tmp_path,
 
 
 def test_a_rank_that_sleeps_in_the_midst_of_a_collective_is_named(tmp_path, undisturbed, tried):
-    tried("one rank of two asleep in the sum of the gradients")
+    tried("one of two ranks sleeps in the all-reduce of the gradients")
 
     def make_sleepy():
         reduce, count = GradientSum.reduce, iter(range(1, 100))
@@ -72,7 +72,7 @@ def test_a_rank_that_sleeps_in_the_midst_of_a_collective_is_named(tmp_path, undi
 
 
 def test_one_process_that_sleeps_leaves_too(tmp_path, undisturbed, tried):
-    tried("one process asleep")
+    tried("one process sleeps")
     run = Run(tmp_path / "run", *OVERRIDES, num_ranks=1, faults=[Fault("forward", sleep_for_ever, step=STEP)])
     assert run.wait() == [HANG_EXIT_CODE]
     assert report_of(tmp_path / "run").startswith("The run is stuck in step for")
@@ -80,7 +80,7 @@ def test_one_process_that_sleeps_leaves_too(tmp_path, undisturbed, tried):
 
 
 def test_a_slow_first_step_and_an_evaluation_of_another_length_are_no_hangs(tmp_path, undisturbed, tried):
-    tried("a slow first step, and an evaluation that takes longer than those before")
+    tried("a slow first step, and an evaluation that is slower than the previous ones")
 
     def slow(trainer):
         time.sleep(1.3)

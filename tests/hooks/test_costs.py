@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 from tests.hooks.test_profiler_summary import STEP, named, ran, summary
 
-from trainwright.hooks.costs import LABELS, RunFacts, divide_by_operators, kernel_cost, largest_costs, operator_cost
+from trainwright.hooks.costs import (
+    LABELS,
+    RunProperties,
+    divide_by_operators,
+    kernel_cost,
+    largest_costs,
+    operator_cost,
+)
 from trainwright.hooks.profiler import ROWS, Shares, share_out
 
 KERNELS = {
@@ -128,7 +135,7 @@ def test_costs_have_the_total_of_the_rows():
     assert divide_by_operators(1.0, [("aten::mm", 3.0), ("aten::add", 1.0)]) == {"matrix": 0.75, "pointwise": 0.25}
 
 
-GPU = RunFacts(is_on_gpu=True, precision="bf16", fastest_precision="bf16")
+GPU = RunProperties(is_on_gpu=True, precision="bf16", fastest_precision="bf16")
 COMPILED = replace(GPU, mode="compile", is_compiled=True)
 ADAMW = {"type": "adamw", "lr": 1e-3}
 EIGHT_BIT = {**ADAMW, "state": "8bit"}
@@ -144,8 +151,8 @@ STOCHASTIC = "trainer.optimizer.master_weights: stochastic"
         ("matrix", replace(GPU, supports_fp8=True, precision="fp8"), None),
         ("matrix", replace(GPU, recomputes=True), "model.activation_checkpointing"),
         ("matrix", GPU, None),
-        ("matrix", RunFacts(), None),
-        ("matrix", RunFacts(precision="bf16", supports_fp8=True), None),
+        ("matrix", RunProperties(), None),
+        ("matrix", RunProperties(precision="bf16", supports_fp8=True), None),
         ("attention", replace(GPU, kernels="stock"), "model.kernels: fast"),
         ("attention", replace(GPU, kernels="fast"), None),
         ("attention", replace(GPU, precision="fp32"), "runtime.precision: bf16"),
@@ -155,8 +162,8 @@ STOCHASTIC = "trainer.optimizer.master_weights: stochastic"
         ("loss", COMPILED, None),
         ("pointwise", GPU, "runtime.mode: compile"),
         ("pointwise", COMPILED, None),
-        ("embedding", RunFacts(), "runtime.mode: compile"),
-        ("python", RunFacts(), "runtime.mode: compile"),
+        ("embedding", RunProperties(), "runtime.mode: compile"),
+        ("python", RunProperties(), "runtime.mode: compile"),
         ("other", COMPILED, None),
         ("optimizer", replace(GPU, optimizer={**ADAMW, "fused": False}), "trainer.optimizer.fused: true"),
         ("optimizer", replace(GPU, optimizer=ADAMW), "trainer.optimizer.state: 8bit"),
@@ -166,14 +173,14 @@ STOCHASTIC = "trainer.optimizer.master_weights: stochastic"
         ("optimizer", replace(GPU, optimizer=EIGHT_BIT), None),
         ("optimizer", replace(GPU, optimizer={**EIGHT_BIT, "master_weights": "stochastic"}), None),
         ("optimizer", replace(GPU, optimizer={"type": "lion", "master_weights": True}), None),
-        ("optimizer", RunFacts(optimizer=ADAMW), None),
+        ("optimizer", RunProperties(optimizer=ADAMW), None),
         ("copies", replace(COMPILED, casts_weights=True), "trainer.optimizer.master_weights: true"),
         ("copies", GPU, "runtime.mode: compile"),
         ("copies", COMPILED, None),
         ("communication", replace(GPU, gathers_fp32=True), "runtime.gather_precision: bf16"),
         ("communication", GPU, "trainer.micro_batch_size"),
-        ("data", RunFacts(num_workers=2), "data.num_workers"),
-        ("host", RunFacts(log_every_steps=1), "log.every_steps"),
+        ("data", RunProperties(num_workers=2), "data.num_workers"),
+        ("host", RunProperties(log_every_steps=1), "log.every_steps"),
         ("idle", COMPILED, "runtime.mode: graph"),
         ("idle", replace(GPU, can_capture=False), "runtime.mode: compile"),
         ("idle", replace(COMPILED, mode="graph"), "trainer.micro_batch_size"),
@@ -186,7 +193,7 @@ def test_the_setting_depends_on_what_the_run_uses(cost, facts, setting):
 
 
 def test_the_three_largest_are_named_and_small_ones_get_no_advice():
-    found = largest_costs({"pointwise": 3.0, "matrix": 60.0, "idle": 0.0, "data": 2.0, "host": 35.0}, RunFacts())
+    found = largest_costs({"pointwise": 3.0, "matrix": 60.0, "idle": 0.0, "data": 2.0, "host": 35.0}, RunProperties())
     assert [each.name for each in found] == ["matrix", "host", "pointwise"]
     assert [each.setting for each in found] == [None, "log.every_steps", None]
 

@@ -184,7 +184,7 @@ def test_an_unknown_name_is_rejected_with_the_nearest_and_the_known(tmp_path):
     )
     assert text == (
         'run.yaml:3: trainer.optimizer.type: no optimizer "adamv". Did you mean "adamw"? Known: adam, adamw, lion, '
-        "muon, sgd; in optimizers/: lion.Lion; or give an import path such as my_pkg.module:Name, a file such as "
+        "muon, sgd; in optimizers/: lion.Lion; or use an import path such as my_pkg.module:Name, a file such as "
         f"optimizers/mine.py:Name, or mine.Name for a file in {tmp_path / 'optimizers'}."
     )
     assert 'Did you mean "lion.Lion"?' in rejection_of(find, "optimizer", "lino.Lion", project_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""Pair: the generator and its critic, as one module. One checkpoint holds both."""
+"""Pair: the generator and its critic, as one module. One checkpoint contains both."""
 
 import torch
 from torch import nn
@@ -21,5 +21,5 @@ class Pair(nn.Module):
         self.generator, self.critic = network(noise, width, 2), network(2, width, 1)
 
     def draw(self, like):
-        """Draws as many points as there are in `like`; the random numbers follow from the run's seed and step."""
+        """Draws as many points as there are in `like`; the random numbers depend on the run's seed and the step."""
         return self.generator(torch.randn(len(like), self.noise, device=like.device))

@@ -1,4 +1,4 @@
-"""Adversarial: several updates in one step, each of which steps one of two optimizers."""
+"""Adversarial: several updates per step, each of one of two optimizers."""
 
 import torch
 from torch.nn.functional import softplus
@@ -12,15 +12,15 @@ class Adversarial(Trainer):
         for _ in range(self.config.trainer.critic_steps):
             update = self.begin_update()
             update.backward(self.critic_loss(real))
-            critic = update.apply(optimizers=("critic",))  # the generator's weights stay as they are
+            critic = update.apply(optimizers=("critic",))  # the generator's weights do not change
         update = self.begin_update()
         update.backward(softplus(-model.critic(model.draw(real))).mean())
         result = update.apply(optimizers=("generator",))
-        result.metrics["critic_loss"] = critic.loss  # beside the generator's loss and both rates
+        result.metrics["critic_loss"] = critic.loss  # in addition to the generator's loss and both rates
         return result
 
     def critic_loss(self, real):
-        """Tells drawn points from real ones; a critic that is steep at the real ones pays for it, else it runs away."""
+        """Distinguishes generated from real points; a penalty on the gradient at real points prevents divergence."""
         with torch.no_grad():
             drawn = self.model.draw(real)
         real = real.requires_grad_()
@@ -31,7 +31,7 @@ class Adversarial(Trainer):
         return losses.mean() + self.config.trainer.penalty * steepness
 
     def eval_step(self, batch):
-        """Returns how far the drawn points are from the real ones: the energy distance, 0 for equal distributions."""
+        """Returns the energy distance between generated and real points, which is 0 for equal distributions."""
         real = batch["points"]
         drawn = self.model.draw(real)
         apart = torch.cdist(drawn, real).mean()

@@ -1,4 +1,4 @@
-"""HidePixels: makes one batch of a list of samples, on the CPU; trainwright moves it to the device."""
+"""HidePixels: converts a list of samples to a batch on the CPU; trainwright moves it to the device."""
 
 import torch
 
@@ -9,5 +9,5 @@ class HidePixels:
 
     def __call__(self, samples):
         pixels = torch.stack([sample["pixel_values"] for sample in samples])
-        # Drawn from the run's seed and the batch's place in it: a resumed run hides the same pixels.
+        # The random numbers depend on the run's seed and the batch's position, so a resumed run hides the same pixels.
         return {"pixels": pixels, "is_hidden": torch.rand_like(pixels) < self.share}

@@ -1,4 +1,4 @@
-"""Inpainter: two hidden layers. A model is any nn.Module; its arguments stand beside its type in run.yaml."""
+"""Inpainter: two hidden layers. A model is any nn.Module; its arguments are next to its type in run.yaml."""
 
 import torch
 from torch import nn

@@ -4,12 +4,12 @@ import torch
 
 
 class SignMomentum(torch.optim.Optimizer):
-    def __init__(self, params, lr, momentum=0.9):  # params is given by trainwright, the rest by run.yaml
+    def __init__(self, params, lr, momentum=0.9):  # trainwright passes params; the other arguments come from run.yaml
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self):
-        """Updates the weights; the dict that it returns joins the log line."""
+        """Updates the weights; the returned values are logged."""
         turned, total = [], 0
         for group in self.param_groups:
             for weight in group["params"]:
@@ -20,4 +20,4 @@ class SignMomentum(torch.optim.Optimizer):
                 weight.sub_(average.sign(), alpha=group["lr"])
                 turned.append((before * average < 0).sum())
                 total += weight.numel()
-        return {"turned": torch.stack(turned).sum() / total}  # a tensor: .item() would make every step wait
+        return {"turned": torch.stack(turned).sum() / total}  # a tensor: .item() would synchronize in every step

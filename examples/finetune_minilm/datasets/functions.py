@@ -1,4 +1,4 @@
-"""Functions of Python's standard library and sentences of their docstrings: does the sentence describe the function?"""
+"""Pairs of a function of Python's standard library and a sentence, which describes this or another function."""
 
 import ast
 import hashlib
@@ -32,7 +32,8 @@ class FunctionPairs:
 
 
 def read_functions():
-    """Returns (hash, name and arguments, first sentence) of each function with a docstring, in the hashes' order."""
+    """Returns (hash, name and arguments, first sentence) of each function with a docstring, in the order of the
+    hashes."""
     found = set()
     for path in Path(sysconfig.get_path("stdlib")).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

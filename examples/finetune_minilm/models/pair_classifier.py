@@ -1,4 +1,4 @@
-"""PairClassifier: BERT with a head of its own, which compares the means of two texts, as MiniLM was pretrained to."""
+"""PairClassifier: BERT with a head that compares the means of two texts, as in the pretraining of MiniLM."""
 
 from torch import nn
 from torch.nn.functional import cosine_similarity
@@ -7,7 +7,7 @@ from trainwright.models.bert import BertClassifier
 
 
 class PairClassifier(BertClassifier):
-    """Scores by how near the texts of token type 0 and 1 in a row are; neither sees the other."""
+    """Scores the similarity of the texts of token type 0 and 1 in a row, which do not attend to each other."""
 
     def __init__(self, **settings):
         super().__init__(**settings)

@@ -1,10 +1,10 @@
-"""A hook with state, and functions that are hooks. None of them changes what is learned."""
+"""A hook with state, and functions that are hooks. None of them changes the training."""
 
 from trainwright import Hook
 
 
 class RememberBest(Hook):
-    """Says at the end which evaluation was the best; its state is saved, so a resumed run still knows."""
+    """Prints the best evaluation at the end; its state is saved and restored when the run resumes."""
 
     def __init__(self, metric):
         self.metric, self.best, self.at_step = metric, None, 0
@@ -25,7 +25,7 @@ class RememberBest(Hook):
 
 
 def say_weights(trainer):
-    """Puts a value of the model's own beside the loop's."""
+    """Logs a value of the model in addition to those of the loop."""
     trainer.storage.put_scalar("head_norm", trainer.model.head.weight.detach().norm())
 
 

@@ -1,4 +1,4 @@
-"""BumpNet: a model that tells what happens inside of it."""
+"""BumpNet: a model that logs an internal value."""
 
 from torch import nn
 
@@ -13,6 +13,6 @@ class BumpNet(nn.Module):
 
     def forward(self, x, labels=None):
         hidden = self.inner(x).tanh()
-        if self.training:  # the value joins the log line; it stays on the device until then, and nothing waits for it
+        if self.training:  # logged with the next line; the value stays on the device until then
             get_event_storage().put_scalar("saturated", (hidden.detach().abs() > 0.95).float().mean())
         return {"logits": self.head(hidden)}

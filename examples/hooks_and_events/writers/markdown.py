@@ -1,4 +1,4 @@
-"""MarkdownWriter: every log line as a row of a table. A writer sees events, never the trainer."""
+"""MarkdownWriter: every log line as a row of a table. A writer receives events, never the trainer."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from trainwright import Writer
 
 
 class MarkdownWriter(Writer):
-    def __init__(self, folder):  # the run's folder, given by trainwright
+    def __init__(self, folder):  # the run folder, passed by trainwright
         self.path = Path(folder) / "table.md"
 
     def write(self, storage):

@@ -1,4 +1,4 @@
-"""Contrastive: each view should be nearest to the other view of its image, among all views of the batch."""
+"""Contrastive: among all views of the batch, each view should be closest to the other view of its image."""
 
 import torch
 from torch.nn.functional import cross_entropy

@@ -1,4 +1,4 @@
-"""Trains each fold as a run of its own: `python kfold.py`. Run again, it continues with the first unfinished fold."""
+"""Trains each fold as a separate run: `python kfold.py`. Running it again continues with the first unfinished fold."""
 
 from statistics import mean, stdev
 

@@ -1,4 +1,4 @@
-"""The weights of a WeightedRandomSampler: every class is drawn equally often."""
+"""The weights of a WeightedRandomSampler that draws every class equally often."""
 
 from collections import Counter
 

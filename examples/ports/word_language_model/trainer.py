@@ -14,7 +14,7 @@ class CarriesHidden(Trainer):
         return cross_entropy(scores.flatten(0, 1), next_words.flatten())
 
     def eval_begin(self):
-        self.hidden = None  # training continues with its own: evaluations do not change the state below
+        self.hidden = None  # training continues with its own state: evaluations do not change the state below
 
     def state_dict(self):
         return {"hidden": self.hidden}

@@ -1,6 +1,6 @@
-"""PrintSample: after training, the loss beside what counting alone achieves, and a taste of the model's code.
+"""PrintSample: after training, prints the loss, that of a unigram model, and a sample of the model's code.
 
-A hook watches a run without taking part in it: nothing here changes what is learned.
+A hook observes a run: nothing here changes the training.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ PROMPT = "def "
 
 
 class PrintSample(Hook):
-    """Prints, once and from rank 0 only, the last validation loss and a sampled function."""
+    """Prints the last validation loss and a sampled function, once and only on rank 0."""
 
     def __init__(self, *, max_new_tokens: int = 80) -> None:
         self.max_new_tokens = max_new_tokens
 
     def after_train(self) -> None:
-        sample = self.sample_code()  # on all processes: each may have a part of the weights
+        sample = self.sample_code()  # on all processes, because each may have a shard of the weights
         if self.trainer.is_main_process:
             print(self.compare_losses())
             print(sample)
@@ -33,10 +33,10 @@ class PrintSample(Hook):
     def sample_code(self) -> str:
         tokenizer = self.trainer.train_data.dataset.tokenizer
         device = self.trainer.device
-        # To this tokenizer a space begins the next word, so the model is asked for a word until it has one; the empty
-        # lines before say that a function begins here.
+        # This tokenizer treats a space as the beginning of the next word, so the model samples until there is a word.
+        # The empty lines in front mark the beginning of a function.
         prompt = torch.tensor([tokenizer.encode("\n\n\n" + PROMPT.rstrip()).ids], device=device)
-        generator = torch.Generator(device).manual_seed(0)  # the run's own randomness stays as it is
+        generator = torch.Generator(device).manual_seed(0)  # keeps the random state of the run
         for _ in range(50):
             tokens = self.trainer.model.generate(
                 prompt, max_new_tokens=self.max_new_tokens, temperature=0.5, generator=generator

@@ -1,1 +1,1 @@
-"""Looks at a run before it trains: check, explain, data, shard and estimate."""
+"""Analyzes a run before it trains: check, explain, data, shard and estimate."""

@@ -1,6 +1,6 @@
 """`trainwright check`: the config, its components, then one update, evaluation and checkpoint on copies.
 
-Every problem is reported at once, with its line and what to write instead (findings.py). The trial is the user's
+All problems are reported together, with their lines and advice (findings.py). The trial is the user's
 trainer in eager mode on one CPU, in a temporary folder; `Trial` runs its stages.
 """
 
@@ -125,7 +125,7 @@ def _quiet() -> Iterator[None]:
 def load_config(
     path: str | os.PathLike[str], overrides: Sequence[str], findings: Findings, *, trust: bool | None = None
 ) -> RunConfig | None:
-    """Returns the config, or None where it cannot be read or trusted; then each of its problems is a finding."""
+    """Returns the config, or None if it cannot be read or trusted, in which case each of its problems is a finding."""
     try:
         config = RunConfig.load(path, overrides, trust=trust)
         reject_untrusted(config)
@@ -170,7 +170,7 @@ def check_components(case: Case) -> int:
         case.users.include(target)
         if arguments is not None:  # the keys of the trainer section are checked with the config
             _check_arguments(target, kind, label, arguments, case)
-    if case.findings.count("error"):  # otherwise the build finds it, and continues with a batch that fits
+    if case.findings.count("error"):  # otherwise the build reports it, and continues with a valid batch
         try:
             resolve_batch(config, 1)
         except ConfigError as error:
@@ -181,7 +181,8 @@ def check_components(case: Case) -> int:
 def _check_arguments(
     target: Callable[..., Any], kind: str, label: str, arguments: Mapping[str, Any], case: Case
 ) -> None:
-    """Notes each argument that the class does not accept at its own line, and the missing ones at the component's."""
+    """Reports each argument that the class does not accept at its own line, and missing ones at the component's
+    line."""
     signature = parameters_of(target)
     is_shipped = isinstance(target, type) and issubclass(target, Model)
     if signature is None or (kind == "model" and isinstance(target, type) and is_transformers_class(target)):
@@ -201,7 +202,7 @@ def _check_arguments(
     if kind == "schedule" and accepts_optimizer(target):
         provided += ["optimizer", *missing_lengths(target, arguments, length=0)]
         read_by_builder = [name for name in ("step_on", "metric") if name not in signature]
-    # With a placeholder for each required argument, an error is about one wrong argument alone.
+    # With a placeholder for each required argument, an error concerns only one wrong argument.
     required = {one.name: None for one in parameters if one.default is one.empty and one.name not in provided}
     accepted: dict[str, Any] = {}
     given = {name: value for name, value in arguments.items() if name not in read_by_builder}
@@ -224,7 +225,7 @@ def check_batch(
 ) -> bool:
     """Fetches and collates the first samples; returns True on success.
 
-    `is_split` says that the run splits a batch into micro-batches, which is not possible for a list.
+    With `is_split`, the run splits a batch into micro-batches, which is not possible for a list.
     """
     if isinstance(dataset, (TrainData, EvalData, StreamData, EvalStream)):
         dataset = dataset.dataset
@@ -262,7 +263,7 @@ def _first_samples(dataset: Any, number: int, label: str) -> list[Any]:
 
 
 def _first_difference(samples: list[Any]) -> str | None:
-    """Describes the first field in which two samples differ; None where all have the same fields and shapes."""
+    """Describes the first field in which two samples differ; None if all have the same fields and shapes."""
     first = _fields(samples[0])
     for number, sample in enumerate(map(_fields, samples[1:]), start=1):
         if sample.keys() != first.keys():
@@ -289,7 +290,7 @@ def _shape(value: Any) -> str:
 
 
 def _check_lists(batch: Any, collator: Callable[[list[Any]], Any], *, is_split: bool, case: Case) -> bool:
-    """Notes lists of numbers, and lists of tensors that a run would have to split; lists of texts are fine."""
+    """Reports lists of numbers, and lists of tensors that a run would have to split; lists of texts are allowed."""
     fields = batch.items() if isinstance(batch, Mapping) else ()
     lists = {name: value for name, value in fields if isinstance(value, (list, tuple))}
     numbers = [name for name, value in lists.items() if _has_only_numbers(value)]
@@ -335,16 +336,16 @@ def location_of_loss(trainer: Trainer, case: Case) -> SourceLocation | None:
 
 
 def check_signature(trainer: Trainer, batch: Any, case: Case) -> None:
-    """Compares the batch's keys with the parameters of the forward that gets them."""
+    """Compares the batch's keys with the parameters of the forward that receives them."""
     if not isinstance(batch, Mapping):
         return
     keys = [str(key) for key in batch]
     if overrides(trainer, "forward", Trainer):
         _compare(trainer.forward, type(trainer).__name__, keys, case)
-    # Built-in trainers with options select what the model gets.
+    # Built-in trainers with options select the arguments of the model.
     passes_batch = case.users.code_of(type(trainer).forward) is None and type(trainer).options_section is None
     if passes_batch and not overrides(trainer.task, "forward", Task):
-        # The default task passes labels only to a model that accepts them: otherwise its criterion gets them.
+        # The default task passes labels only to a model that accepts them; otherwise its criterion receives them.
         accepts_labels = accepts_argument(type(trainer.model).forward, "labels")
         given = [key for key in keys if key != "labels" or accepts_labels]
         _compare(trainer.model.forward, type(trainer.model).__name__, given, case)
@@ -442,7 +443,7 @@ class IdCheck:
 
 
 def check_ownership(trainer: Trainer, case: Case) -> None:
-    """Notes parameters that require a gradient and that no optimizer updates."""
+    """Reports parameters that require a gradient and that no optimizer updates."""
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
     owned = {id(parameter) for group in groups for parameter in group["params"]}
     left = [name for name, one in trainer.model.named_parameters() if one.requires_grad and id(one) not in owned]
@@ -454,16 +455,16 @@ def check_ownership(trainer: Trainer, case: Case) -> None:
 
 
 def check_gradients(trainer: Trainer, missing: list[str], case: Case) -> None:
-    """Notes the parameters that had no gradient after the step."""
+    """Reports the parameters that had no gradient after the step."""
     if missing:
         root = missing[0].partition(".")[0]
         location = line_of_attribute(type(trainer.model), root, case.users) or case.setting("model.type", ["model"])
-        advice = "Use them in forward, or freeze or remove them; parameters that only some steps use may stay."
+        advice = "Use them in forward, or freeze or remove them; parameters that only some steps use are allowed."
         case.add("remark", f"no gradient reached {_listed(missing)} in the first step.", advice, location)
 
 
 def without_gradient(model: torch.nn.Module) -> list[str]:
-    """Returns the trainable parameters that have no gradient; none where the step has cleared all of them."""
+    """Returns the trainable parameters that have no gradient; none if the step has cleared all of them."""
     trainable = {name: one for name, one in model.named_parameters() if one.requires_grad}
     missing = [name for name, one in trainable.items() if one.grad is None]
     return [] if len(missing) == len(trainable) else missing
@@ -476,10 +477,10 @@ _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d
 
 
 def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
-    """Notes a loss or gradient that changes when a batch is split in two; returns False if it cannot be compared.
+    """Reports a loss or gradient that changes when a batch is split in two; returns False if it cannot be compared.
 
-    Dropout is off, and the normalization over a batch on, as in training. Of a forward that draws random numbers only a
-    loss that is a sum over samples is noted; a step of the user's own cannot be compared.
+    Dropout is disabled, and normalization over a batch is enabled, as in training. For a forward that draws random
+    numbers, only a loss that is a sum over samples is reported; a custom step cannot be compared.
     """
     collator = trainer.train_data.collator if trainer.train_data is not None else None
     if batch.num_samples < 2 or collator is None or overrides(trainer, "train_step", Trainer):
@@ -496,7 +497,7 @@ def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
             whole, again = (_loss_and_gradient(trainer, [batch], seed=seed) for seed in range(2))
             split = _loss_and_gradient(trainer, list(split_batch(batch, 2, collator)), seed=2)
     except Exception:
-        return False  # the stages before have reported what fails in the run itself
+        return False  # the previous stages have reported failures of the run itself
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
@@ -529,7 +530,7 @@ def check_split(trainer: Trainer, batch: Batch, case: Case) -> bool:
 
 
 def _loss_and_gradient(trainer: Trainer, micro_batches: Sequence[Batch], *, seed: int) -> torch.Tensor:
-    """Returns the loss of the batch, weighted as an update weights it, and then its gradient, as one vector."""
+    """Returns the loss of the batch, weighted as in an update, and its gradient, as one vector."""
     parameters = [each for each in trainer.model.parameters() if each.requires_grad]
     sums = [torch.zeros(1, dtype=torch.float64), *(torch.zeros_like(each, dtype=torch.float64) for each in parameters)]
     count = 0.0
@@ -576,7 +577,7 @@ class MaskCheck:
     def __call__(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], location: SourceLocation | None
     ) -> None:
-        """Adds a finding for a mask that is only causal, or that hides nothing."""
+        """Adds a finding for a mask that is only causal, or that masks nothing."""
         is_module = name == "multi_head_attention_forward"
         mask = kwargs.get("attn_mask", args[3] if len(args) > 3 and not is_module else None)
         if not isinstance(mask, torch.Tensor) or kwargs.get("is_causal"):
@@ -623,7 +624,7 @@ class MaskCheck:
 
 
 def _pattern_of(mask: torch.Tensor) -> str | None:
-    """Returns "causal" or "all" for a mask [..., queries, keys] that hides nothing else, None for any other."""
+    """Returns "causal" or "all" for a redundant mask [..., queries, keys]; None for any other."""
     if mask.dim() < 2 or mask.shape[-1] < 2:
         return None
     if mask.dtype == torch.bool:
@@ -647,7 +648,7 @@ def _pattern_of(mask: torch.Tensor) -> str | None:
 def check_trace(
     forward: Callable[[], Any], *, severity: Severity, reported: Sequence[str], masks: MaskCheck | None, case: Case
 ) -> None:
-    """Notes each graph break of a call; `reported` are the lines that findings have already.
+    """Reports each graph break of a call; `reported` are the lines that already have findings.
 
     `masks` also reports masks that only compiled code creates.
     """
@@ -665,7 +666,7 @@ def check_trace(
 
     torch.compiler.reset()
     try:
-        # The eager pass has shown already what user code prints.
+        # The output of user code was already shown in the eager pass.
         with listening(compilations), contextlib.redirect_stdout(io.StringIO()):
             torch.compile(forward, backend=backend)()
     except Exception as error:
@@ -720,12 +721,12 @@ _NEEDS: Mapping[str, str] = {
     "optimizers": "model",
 }
 _MAX_SAMPLES = 4  # of a micro-batch whose size depends on the memory of the run's device
-_MAX_MICRO_BATCHES = 2  # enough to check that a batch can be split; a whole update may take hours on a CPU
+_MAX_MICRO_BATCHES = 2  # sufficient to check that a batch can be split; a whole update may take hours on a CPU
 
 
 @dataclass
 class Assembly:
-    """What could be built: the whole trainer, or some of its parts."""
+    """The parts that could be built: the whole trainer, or some of its parts."""
 
     config: RunConfig
     """The trial's config."""
@@ -737,11 +738,12 @@ class Assembly:
     building: str | None = None
     """The part that is being built, or whose build has failed."""
     unreadable: DataError | None = None
-    """Raised outside of the parts' builds, as when samples are counted; the check of a first batch names the set."""
+    """Raised outside of the builds of parts, for example when samples are counted; the check of a first batch names the
+    set."""
 
 
 def assemble(case: Case, folder: Path) -> Assembly:
-    """Builds the trial and notes everything that fails."""
+    """Builds the trial and reports all failures."""
     plan, makes_batches = None, False
     try:
         check_mode(case.config, {})
@@ -765,7 +767,7 @@ def assemble(case: Case, folder: Path) -> Assembly:
 
 
 def _count(data: Any) -> int:
-    """Returns the number of samples; 0 where it is unknown, or where the files cannot be read."""
+    """Returns the number of samples; 0 if it is unknown or the files cannot be read."""
     try:
         return len(data) if hasattr(data, "__len__") else 0
     except Exception:  # also of a user's class; the check of the first batch reports it
@@ -905,7 +907,7 @@ def _check_data(assembly: Assembly, case: Case) -> set[str]:
 
 
 def _add_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Report) -> None:
-    """Adds the sizes of the run to the report, and notes a batch that is larger than the data."""
+    """Adds the sizes of the run to the report, and reports a batch that is larger than the data."""
     plan, data = assembly.plan, trainer.train_data
     assert data is not None
     total = count_weights(trainer.model)
@@ -940,7 +942,7 @@ def _add_facts(trainer: Trainer, assembly: Assembly, case: Case, report: Report)
 class Trial:
     """Runs the stages on one trainer, whose methods are wrapped on the object.
 
-    A subclass would not do: the loop decides by the class which methods a user overrides.
+    Not in a subclass, because the loop determines overridden methods by the class.
     """
 
     def __init__(self, trainer: Trainer, case: Case, report: Report) -> None:
@@ -1040,7 +1042,7 @@ class Trial:
                 self.report.checked.append("a batch in two micro-batches")
 
     def evaluate(self, *, without: set[str]) -> None:
-        """Evaluates the sets that the loop did not reach, one by one, so that one failure does not hide another."""
+        """Evaluates the sets that the loop did not reach, one by one, so that a failure does not hide another."""
         trainer, sets = self.trainer, sets_of(self.trainer)
         done = {name.partition("/")[0] for name in trainer.eval_logs}
         logs: dict[str, float] = {}
@@ -1060,7 +1062,7 @@ class Trial:
             self.report.checked.append(f"evaluation of {', '.join(name for name in sets if name in done)}")
 
     def save_and_restore(self) -> None:
-        """Saves a checkpoint where the loop did not, reads it back, and compares every bit."""
+        """Saves a checkpoint if the loop did not, reads it, and compares every bit."""
         if not self.can_save:
             return  # the finding exists
         try:
@@ -1087,7 +1089,7 @@ class Trial:
             self.report.checked.append("a checkpoint, read back bit-equal")
 
     def resume(self) -> None:
-        """Repeats the step after the checkpoint, and notes what a resumed run would start without."""
+        """Repeats the step after the checkpoint, and reports state that a resumed run would lack."""
         trainer, case = self.trainer, self.case
         saved = trainer.context.store.steps()[-1:]
         if not self.has_stepped or not self.is_restored or not saved or trainer.max_steps <= saved[0]:
@@ -1125,7 +1127,7 @@ class Trial:
             case.add("remark", problem, advice, location_of_loss(trainer, case))
 
     def _note_failed_resume(self, error: BaseException) -> None:
-        """Notes that a step after loading a checkpoint fails; a hook may do so because it was closed before."""
+        """Reports that a step after loading a checkpoint fails; a hook may fail because it was already closed."""
         link = error.__traceback__
         while link is not None:
             if isinstance(link.tb_frame.f_locals.get("self"), Hook):
@@ -1137,7 +1139,8 @@ class Trial:
             self.case.add("remark", problem, "Check state_dict and load_state_dict.", location)
 
     def check_graph_safety(self) -> None:
-        """Notes what would break a compiled graph: an error where the run's mode needs one, otherwise a remark."""
+        """Reports code that would break a compiled graph: an error if the run's mode needs a graph, otherwise a
+        remark."""
         mode = self.case.config.runtime.mode
         severity: Severity = "error" if mode in _GRAPH_MODES else "remark"
         seen = {**self.eval_watch.sightings, **self.watch.sightings}.values()
@@ -1175,11 +1178,11 @@ def _evaluate_without_hooks(trainer: Trainer, sets: Mapping[str, Any]) -> dict[s
 
 def _save_once(trainer: Trainer) -> None:
     if not trainer.context.store.steps():
-        type(trainer).save(trainer)  # the method of the class: the instance's is the one that the trial observes
+        type(trainer).save(trainer)  # the method of the class, because the instance has the observed one
 
 
 def _differences(trainer: Trainer) -> list[str]:
-    """Overwrites the weights and the optimizers' state, reads the newest checkpoint, and returns what differs."""
+    """Overwrites the weights and the optimizers' state, reads the newest checkpoint, and returns the differences."""
     before = _snapshot(trainer)
     with torch.no_grad():
         for value in trainer.model.state_dict().values():

@@ -1,6 +1,6 @@
 """`trainwright data`: samples in training order, the first batch, lengths, a mixture, and remarks.
 
-The data classes hold the result, which data_page.py renders for a terminal and `to_dict` for JSON.
+The data classes contain the result, which data_page.py renders for a terminal and `to_dict` for JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SourceTree:
     """A dataset and the datasets that it reads from."""
 
     type: str
-    """As in the run file; the class where a trainer or a task built it."""
+    """As in the run file; the class if a trainer or a task built it."""
     class_name: str
     sources: Mapping[str, SourceTree] = field(default_factory=dict)
     """By name; a single one is called `source`."""
@@ -73,7 +73,7 @@ class TokenCounts:
     """None for a stream."""
     per_sample: float
     is_estimate: bool
-    """True where they are computed from the samples that were read."""
+    """True if they are computed from the samples that were read."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ class Values:
     """A text, decoded tokens, or a short form of the value."""
     is_tokens: bool = False
     ids: str | None = None
-    """The first token ids, where there is no decoder."""
+    """The first token ids, if there is no decoder."""
     num_ignored: int | None = None
     """Labels that are -100."""
     is_as_input_ids: bool = False
-    """True for labels that equal the tokens, apart from those that are -100."""
+    """True for labels that equal the tokens, except where they are -100."""
     drawing: tuple[str, ...] = ()
     """A small gray image, line by line."""
     runs: tuple[tuple[str, bool], ...] = ()
-    """The text of tokens of which only some are labels: in order, and whether each run is one of labels."""
+    """The text of tokens of which only some are labels: runs in order, and whether each consists of labels."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,13 @@ class Batch:
     """None for an evaluation set, whose batches are not split."""
     fields: tuple[Values, ...]
     padding: float | None
-    """The fraction of padding; None where no field shows it."""
+    """The fraction of padding; None if no field shows it."""
     padding_by: str | None
     """The field that shows it."""
     in_loss: float | None
     """The fraction of labels that are not -100; None without labels for each token."""
     first_row: tuple[Values, ...] = ()
-    """The tokens and labels of its first sample, where the collator creates them."""
+    """The tokens and labels of its first sample, if the collator creates them."""
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ class Lengths:
     """The lengths of samples."""
 
     unit: str
-    """What is counted: `tokens of input_ids`, `characters of text`."""
+    """The counted unit: `tokens of input_ids`, `characters of text`."""
     samples: int | None
-    """How many are counted; None for a stream of equal lengths."""
+    """The number of counted samples; None for a stream of equal lengths."""
     is_whole: bool
     """True if every sample of the set is counted."""
     minimum: int
@@ -157,7 +157,7 @@ class Lengths:
     p95: int
     maximum: int
     bars: tuple[Bar, ...]
-    """Empty where all are equal."""
+    """Empty if all are equal."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,12 @@ class Mixture:
 
     sources: tuple[MixedSource, ...]
     positions: int | None
-    """Over how many positions shares are counted; None: they are those of the weights or sizes."""
+    """The number of positions over which shares are counted; None if they are those of the weights or sizes."""
 
 
 @dataclass(frozen=True)
 class DataUse:
-    """How much of the training data the run uses."""
+    """The part of the training data that the run uses."""
 
     steps: int
     samples: int
@@ -212,7 +212,7 @@ class DataSet:
     mixture: Mixture | None = None
     remarks: tuple[str, ...] = ()
     error: str | None = None
-    """Why it cannot be used."""
+    """The reason why it cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -241,14 +241,14 @@ def _plain(value: Any) -> Any:
 
 
 Decode = Callable[[list[int]], str | None]
-"""From token ids to their text; None where they have none."""
+"""Maps token ids to their text; None for ids without text."""
 
 TRAIN, TEST = "train", "test"
 MAX_BARS = 12
 MAX_PADDING = 0.3
 """The fraction of padding above which there is a remark."""
 NUM_POSITIONS = 10_000
-"""The positions over which the shares of a mixture are counted: data/mix.py keeps them exactly over as many."""
+"""The number of positions over which the shares of a mixture are counted, over which data/mix.py keeps them exactly."""
 
 _MAX_TEXT = 2000
 _MAX_IDS = 64
@@ -263,7 +263,7 @@ _SHADES = " ░▒▓█"
 
 
 def unit_of(sample: Any) -> str | None:
-    """Returns what the length of a sample counts, tokens before characters; None where it has no length."""
+    """Returns the unit of a sample's length, tokens before characters; None if it has no length."""
     fields = fields_of(sample)
     for name, value in fields:
         if is_token_field(name) and hasattr(value, "__len__"):
@@ -273,14 +273,14 @@ def unit_of(sample: Any) -> str | None:
 
 
 def length_of(sample: Any, unit: str) -> int | None:
-    """Returns the length of a sample over all fields of the unit; None where it has none of them."""
+    """Returns the length of a sample over all fields of the unit; None if it has none of them."""
     names = unit.split(" of ", 1)[1].split(", ")
     lengths = [len(value) for name, value in fields_of(sample) if name in names and hasattr(value, "__len__")]
     return sum(lengths) if lengths else None
 
 
 def summarize_lengths(lengths: Sequence[int], unit: str, *, is_whole: bool) -> Lengths:
-    """Returns the quantiles and the histogram of lengths; no histogram where all are equal."""
+    """Returns the quantiles and the histogram of lengths; no histogram if all are equal."""
     ordered = np.sort(np.asarray(lengths, dtype=np.int64))
     low, high = int(ordered[0]), int(ordered[-1])
     median, p95 = (int(np.percentile(ordered, percentage, method="inverted_cdf")) for percentage in (50, 95))
@@ -289,7 +289,7 @@ def summarize_lengths(lengths: Sequence[int], unit: str, *, is_whole: bool) -> L
 
 
 def _bars(lengths: Any, low: int, high: int, p95: int) -> tuple[Bar, ...]:
-    """Returns at most MAX_BARS bars of one round width; with a long tail, one more bar holds all of it."""
+    """Returns at most MAX_BARS bars of one round width; one more bar contains a long tail."""
     has_tail = high > 3 * max(p95, 1)
     top, most = (p95, MAX_BARS - 1) if has_tail else (high, MAX_BARS)
     widths = (step * 10**power for power in count() for step in (1, 2, 5))
@@ -483,7 +483,7 @@ class RunSet:
     label: str
     data: Any
     component: Component | None
-    """Its section; None where a trainer or a task built it."""
+    """Its section; None if a trainer or a task built it."""
     sampler: Any = None
     """What `data.sampler` describes, for the training set."""
 
@@ -529,7 +529,7 @@ def build_sets(config: RunConfig) -> tuple[dict[str, RunSet], Collator]:
 
 
 def tree_of(dataset: Any, component: Mapping[str, Any] | None) -> SourceTree:
-    """Returns a dataset and its sources, with the types of its section where there is one."""
+    """Returns a dataset and its sources, with the types of its section if there is one."""
     while hasattr(type(dataset), "indices_in_whole"):
         dataset = dataset.dataset
     class_name, sources = type(dataset).__name__, inner_datasets(dataset)
@@ -560,7 +560,7 @@ def decoder_of(dataset: Any, collator: Any) -> Decode:
     def decode(ids: list[int]) -> str | None:
         try:
             return None if found is None else found(ids)
-        except Exception:  # tokens of another vocabulary: a remark says so, and the ids are shown instead
+        except Exception:  # tokens of another vocabulary: there is a remark, and the ids are shown instead
             return None
 
     return decode
@@ -589,11 +589,11 @@ class RecordedBatch:
     samples: list[Any]
     batch: Any = None
     error: Exception | None = None
-    """The error of the collator; then there is no batch."""
+    """The error of the collator, in which case there is no batch."""
 
 
 class RecordingCollator:
-    """A collator that keeps the samples next to the batch, and an error of the collator instead of raising it."""
+    """A collator that keeps the samples with the batch, and stores an error of the collator instead of raising it."""
 
     def __init__(self, collator: Collator) -> None:
         self.collator = collator
@@ -715,9 +715,9 @@ def whole_rows(dataset: Any, indices: list[int]) -> list[int]:
 
 
 def padding_of(batch: Any) -> tuple[float | None, str | None]:
-    """Returns the fraction of padding, and the field that shows it; (None, None) where none does.
+    """Returns the fraction of padding, and the field that shows it; (None, None) if none does.
 
-    Labels are the last choice: ignored labels may be tokens, so only those at the end of a row count.
+    Labels are used last, because ignored labels may be tokens; only those at the end of a row count.
     """
     tensors = _tensors(batch)
     mask, documents, labels = tensors.get("attention_mask"), tensors.get("document_ids"), _token_labels(tensors)
@@ -744,7 +744,7 @@ def fraction_in_loss(batch: Any) -> float | None:
 
 
 def first_row(batch: Any, sample: Any, decode: Decode) -> tuple[Values, ...]:
-    """Describes the tokens of the first row that a collator made; empty where the sample has tokens itself."""
+    """Describes the tokens of the first row of a collator's batch; empty if the sample has tokens itself."""
     tensors = _tensors(batch)
     rows = {name: tensors[name][0] for name in ("input_ids", "labels") if name in tensors and tensors[name].ndim == 2}
     if "input_ids" not in rows or "input_ids" in dict(fields_of(sample)):
@@ -774,10 +774,10 @@ def _mean(mask: Tensor) -> float:
 
 
 def describe_mixture(dataset: Any, order: Any, num_samples: int | None) -> Mixture | None:
-    """Describes the mixture that a set is, or reads from; None where there is none.
+    """Describes the mixture that a set is or reads from; None if there is none.
 
-    `order` is that of the set, which counts the sources only where the mixture is outermost; `num_samples` is how many
-    the run uses.
+    `order` is that of the set, which counts the sources only if the mixture is outermost; `num_samples` is the number
+    that the run uses.
     """
     mix, is_outermost = dataset, True
     while mix is not None and not isinstance(getattr(mix, "sources", None), Mapping):
@@ -818,7 +818,7 @@ def source_row(dataset: Any, index: int) -> tuple[str | None, int]:
 
 
 class TokenRange:
-    """The smallest and the largest token id, and where they are."""
+    """The smallest and the largest token id, and their locations."""
 
     def __init__(self) -> None:
         self.lowest: tuple[int, str] | None = None
@@ -903,7 +903,7 @@ def remarks_on_failures(failures: Sequence[RowFailure]) -> Iterable[str]:
 def describe_data(
     config: RunConfig, *, run: str = "", show: int = 3, samples: int = 1000, name: str | None = None
 ) -> DataReport:
-    """Describes the training set, or else the first one, in full and the others in short; with `name` that set alone.
+    """Describes the training set, or the first set, in full and the others in short; with `name` only that set.
 
     `show` samples are described, and at most `samples` are read for their lengths.
     """
@@ -955,7 +955,7 @@ class _SetInspection:
         self._tokens = TokenRange()
 
     def describe(self) -> tuple[DataSet, Exception | None]:
-        """Reads what is needed, and returns the description and the error of the collator."""
+        """Reads the required samples, and returns the description and the error of the collator."""
         one, dataset, size = self._set, self._dataset, self._size
         reader = SetReader(self._config, one, self._collator, self._plan, self._view)
         plan = self._data_use(reader.loader)
@@ -1084,13 +1084,14 @@ def _declared_tokens(dataset: Any, size: int | None) -> TokenCounts | None:
 
 
 def _equal_length(dataset: Any) -> int | None:
-    """Returns the number of tokens of each sample where a dataset declares it."""
+    """Returns the number of tokens of each sample if a dataset declares it."""
     per_sample = getattr(dataset, "tokens_per_sample", None)
     return per_sample if isinstance(per_sample, int) else None
 
 
 def _known_lengths(dataset: Any, size: int | None) -> Any:
-    """Returns the number of tokens of every sample where a dataset has them; not those of the whole of a split."""
+    """Returns the number of tokens of every sample if a dataset has them; for a split, not those of the whole
+    dataset."""
     known = getattr(dataset, "lengths", None)
     if known is None or callable(known) or not size or len(known) != size:
         return None

@@ -62,17 +62,17 @@ def percent(fraction: float | None) -> str:
 
 
 def visible(text: str) -> str:
-    """Returns a text on one line, with signs for newlines and tabs and a dot for other control characters."""
+    """Returns a text on one line, with symbols for newlines and tabs and a dot for other control characters."""
     return "".join(_SIGNS.get(one, one if one.isprintable() else "·") for one in text)
 
 
 def cut(text: str, width: int) -> str:
-    """Returns a text of at most so many columns."""
+    """Returns a text of at most this many columns."""
     return text if cell_len(text) <= width else f"{set_cell_size(text, max(width - 1, 0)).rstrip()}…"
 
 
 def fold(text: str, width: int, *, most: int) -> list[str]:
-    """Returns a text in lines of so many columns; the last of `most` lines is cut."""
+    """Returns a text in lines of this many columns; the last of `most` lines is truncated."""
     lines: list[str] = []
     while text and len(lines) < most - 1:
         end = min(len(text), width)
@@ -85,7 +85,7 @@ def fold(text: str, width: int, *, most: int) -> list[str]:
 
 
 def style_runs(runs: Sequence[tuple[str, bool]], width: int) -> list[list[tuple[str, str]]]:
-    """Returns the text of tokens in lines of so many columns, in which those that are labels stand out."""
+    """Returns the text of tokens in lines of this many columns, with labels highlighted."""
     shown = [(visible(text), is_label) for text, is_label in runs]
     labels = iter([is_label for text, is_label in shown for _ in text])
     lines = []
@@ -123,7 +123,7 @@ class _Page:
             self._add_lengths(one.lengths)
 
     def add_others(self, sets: Sequence[DataSet]) -> None:
-        """Adds the other sets, a line each."""
+        """Adds the other sets, one per line."""
         self._head("other sets", "--set NAME shows one of them in full")
         rows = []
         for one in sets:

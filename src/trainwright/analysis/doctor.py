@@ -1,6 +1,6 @@
 """`trainwright doctor`: facts about a machine, short measurements, and what is likely to make training slow.
 
-Changes nothing but a file that it writes and removes. backends/checkup.py asks about devices.
+Writes and removes one file, and changes nothing else. backends/checkup.py examines devices.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ EXTRAS: Mapping[str, str] = {
 }
 """The features that each extra of the package adds."""
 
-_NOT_FEATURES = ("all", "dev", "benchmarks")
+_NOT_FEATURES = ("all", "dev", "docs", "benchmarks")
 _DISK_BYTES = 64 * 2**20
 _SECONDS = 0.6  # of each measurement of throughput
 _SLOW_DISK = 100e6
@@ -76,14 +76,14 @@ class Extra:
 
 @dataclass(frozen=True)
 class Advice:
-    """Something that is likely to be slow or to fail, and what to do about it."""
+    """A probable cause of slowness or failure, with advice."""
 
     problem: str
     advice: str
 
 
 @dataclass
-class Report:
+class MachineReport:
     """The output of `trainwright doctor`."""
 
     facts: dict[str, str]
@@ -92,16 +92,16 @@ class Report:
     advice: list[Advice] = field(default_factory=list)
 
 
-def examine(folder: Path, *, measures: bool = True) -> Report:
+def examine(folder: Path, *, measures: bool = True) -> MachineReport:
     """Returns the facts of this machine, and of the disk below `folder`, with measurements of about ten seconds."""
     devices = device_facts()
     existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), Path.cwd())
-    report = Report(_facts(devices, existing), find_extras())
+    report = MachineReport(_facts(devices, existing), find_extras())
     report.advice += [Advice(*each) for each in device_problems(devices)]
     report.advice += [*_processor_advice(devices), *_memory_advice(), *_disk_advice(existing), *_program_advice()]
     if measures:
         start = time.monotonic()
-        measurements: list[Callable[[Report], None]] = [
+        measurements: list[Callable[[MachineReport], None]] = [
             *(lambda report, dtype=dtype: _measure_products(report, dtype) for dtype in devices.dtypes),
             lambda report: _measure_disk(report, existing),
             _measure_loader,
@@ -213,7 +213,7 @@ def _program_advice() -> Iterator[Advice]:
 
 
 @contextmanager
-def _measuring(report: Report, name: str) -> Iterator[None]:
+def _measuring(report: MachineReport, name: str) -> Iterator[None]:
     """Shows what is measured; a measurement that fails is a line of the report."""
     with progress(f"Measuring {name}"):
         try:
@@ -222,7 +222,7 @@ def _measuring(report: Report, name: str) -> Iterator[None]:
             report.measurements[name] = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
 
 
-def _measure_products(report: Report, dtype: torch.dtype) -> None:
+def _measure_products(report: MachineReport, dtype: torch.dtype) -> None:
     name = f"matmul {str(dtype).removeprefix('torch.')}"
     with _measuring(report, name):
         backend = pick_backend("auto")
@@ -238,13 +238,13 @@ def _measure_products(report: Report, dtype: torch.dtype) -> None:
         report.measurements[name] = text
 
 
-def _measure_disk(report: Report, folder: Path) -> None:
+def _measure_disk(report: MachineReport, folder: Path) -> None:
     path = folder / f".trainwright-doctor-{secrets.token_hex(4)}"
     with _measuring(report, "disk"):
         if shutil.disk_usage(folder).free < 4 * _DISK_BYTES:
             report.measurements["disk"] = "not measured: too little space"
             return
-        content = os.urandom(_DISK_BYTES)  # not zeros, which some disks do not store
+        content = os.urandom(_DISK_BYTES)  # not zeros, because some disks do not store them
         try:
             start = time.perf_counter()
             with path.open("wb") as file:
@@ -271,7 +271,7 @@ def _measure_disk(report: Report, folder: Path) -> None:
 
 
 class _Images(Dataset[torch.Tensor]):
-    """Samples that take about as long as a small decoded image."""
+    """Samples that take about as long as decoding a small image."""
 
     def __len__(self) -> int:
         return 1_000_000
@@ -281,7 +281,7 @@ class _Images(Dataset[torch.Tensor]):
         return ((pixels + index) % 255 / 255.0).flip(-1).contiguous()
 
 
-def _measure_loader(report: Report) -> None:
+def _measure_loader(report: MachineReport) -> None:
     with _measuring(report, "data loader"):
         rates = {num_workers: _loader_rate(num_workers) for num_workers in (0, 1, 2)}
         shown = ", ".join(f"{number} worker{'' if number == 1 else 's'} {rate:,.0f}" for number, rate in rates.items())
@@ -301,7 +301,7 @@ def _loader_rate(num_workers: int) -> float:
     return num_samples / passed
 
 
-def _measure_tokenizer(report: Report) -> None:
+def _measure_tokenizer(report: MachineReport) -> None:
     with _measuring(report, "tokenizer"):
         from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -333,7 +333,7 @@ def _tokenizer_rate(tokenizer: Any, texts: list[str]) -> float:
 
 
 def _memory_info() -> dict[str, int]:
-    """Returns the bytes in /proc/meminfo by name; empty where there is none."""
+    """Returns the bytes in /proc/meminfo by name; empty if it does not exist."""
     with suppress(OSError):
         lines = _MEMORY_INFO.read_text(encoding="ascii").splitlines()
         return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}

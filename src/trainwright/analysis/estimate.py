@@ -37,7 +37,7 @@ class _Storage:
 
 
 class HeldBytes(TorchDispatchMode):
-    """Counts every storage that is allocated or resized in its context; `peak` is what was held when most was."""
+    """Counts every storage that is allocated or resized in its context; `peak` is the maximum of the total."""
 
     def __init__(self, *, on_gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,11 +54,11 @@ class HeldBytes(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """The bytes that are held now."""
+        """The bytes that are currently allocated."""
         return sum(self.now.values())
 
     def label(self, tensors: Iterable[Any], kind: str) -> None:
-        """Counts tensors (of DTensors the local shard) as a kind, also if they had another."""
+        """Counts tensors (for DTensors, the local shard) as a kind, even if they had another kind."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 storage = local(tensor).untyped_storage()
@@ -147,7 +147,7 @@ class HeldBytes(TorchDispatchMode):
             self._count(-entry.size, entry.kind)
 
     def _update_size(self, storage: torch.UntypedStorage) -> None:
-        """Follows a storage of another size: FSDP gathers and frees full parameters so."""
+        """Tracks a storage whose size changes, as when FSDP gathers and frees full parameters."""
         entry = self._storages[id(storage)]
         self._count(-entry.size, entry.kind)
         entry.kind = GATHERED if entry.kind in (TEMPORARY, ACTIVATIONS) else entry.kind
@@ -217,15 +217,15 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """The maximum that is held at one time."""
+        """The maximum at one time."""
         return sum(self.at_peak.values())
 
     def fits(self, memory: int) -> bool:
-        """Returns True if it fits a device of so many bytes, with headroom for what is not counted."""
+        """Returns True if it fits on a device with this many bytes, with headroom for memory that is not counted."""
         return self.peak_bytes <= (1.0 - HEADROOM) * memory
 
     def largest_micro_batch(self, memory: int) -> int:
-        """Returns about how many samples of this shape fit; 0 for not even one."""
+        """Returns the approximate number of samples of this shape that fit; 0 if not even one does."""
         growing = sum(self.at_peak[kind] for kind in _GROWING) / self.micro_batch_size
         fixed = self.peak_bytes - growing * self.micro_batch_size
         return max(int(((1.0 - HEADROOM) * memory - fixed) / growing), 0) if growing else 0
@@ -236,7 +236,7 @@ class Estimate:
 
 
 def estimate(config: RunConfig, *, world_size: int, rank: int = 0, sequence_length: int | None = None) -> Estimate:
-    """Builds a run on fake ranks, runs two steps, and returns what one rank needs."""
+    """Builds a run on fake ranks, runs two steps, and returns the memory of one rank."""
     with imagine(config, world_size=world_size, rank=rank, sequence_length=sequence_length) as run:
         held = measure_step(run)
         averages = _average_bytes(run)

@@ -1,6 +1,6 @@
 """`trainwright explain`: the loop as a run executes it, with the user code that each phase calls.
 
-Reads classes and the config; builds nothing except shipped models on the meta device, to count what rules match.
+Reads classes and the config; builds nothing except shipped models on the meta device, to count the matches of rules.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Line:
     text: str
     depth: int = 0
     location: str = ""
-    """`file:line` of the definition of what is called."""
+    """`file:line` of the definition of the called object."""
     remark: str = ""
     """For a call, the first line of its docstring."""
     is_user_code: bool = False
@@ -71,7 +71,7 @@ class Line:
 
 @dataclass(frozen=True)
 class HookUse:
-    """A hook as the config names it; `function` is what an `every` calls, at the event `event`."""
+    """A hook as named by the config; `function` is the one that an `every` calls, at the event `event`."""
 
     target: Any
     period: str = ""
@@ -81,7 +81,7 @@ class HookUse:
 
 @dataclass
 class Found:
-    """The classes that a config names, and what could not be found."""
+    """The classes that a config names, and those that were not found."""
 
     trainer: type[Trainer] = Trainer
     task: type[Task] | None = None
@@ -128,7 +128,7 @@ def find_all(config: RunConfig) -> Found:
 
 
 def components_of(config: RunConfig) -> Iterator[tuple[str, str, Component]]:
-    """Yields the dotted name, the kind and the section of each component of the config but the trainer."""
+    """Yields the dotted name, the kind and the section of each component of the config except the trainer."""
     single: list[tuple[str, str, Component | None]] = [
         ("task", "task", config.task),
         ("model", "model", config.model),
@@ -226,7 +226,7 @@ def first_line(target: Any) -> str:
 class ModelRules:
     """The lines for the rules of the model and its optimizers, in the order in which a build applies them.
 
-    `model` is a shipped model on the meta device, to which the rules are applied; None where it is not known.
+    `model` is a shipped model on the meta device, to which the rules are applied; None if it is not known.
     """
 
     def __init__(self, config: RunConfig, target: Any) -> None:
@@ -251,7 +251,7 @@ class ModelRules:
         self._optimizers()
 
     def _attempt(self, label: str, explain_rule: Callable[..., None], *arguments: Any) -> None:
-        """Explains one rule; where it raises, the error is a problem and the model is not known any more."""
+        """Explains one rule; if it raises, the error is a problem and the model is no longer known."""
         try:
             explain_rule(*arguments)
         except TrainwrightError as error:
@@ -291,7 +291,7 @@ class ModelRules:
             self.model = target(**settings)
 
     def _pretrained(self, given: Any) -> Path | None:
-        """Explains where the weights come from, and returns the folder if it is on this machine."""
+        """Explains the origin of the weights, and returns the folder if it is on this machine."""
         settings = given if isinstance(given, Mapping) else {"folder": given}
         name, home = settings.get("folder"), settings.get("home_path")
         options = _settings_text({key: value for key, value in settings.items() if key != "folder"})
@@ -343,7 +343,7 @@ class ModelRules:
         settings = {key: value for key, value in _mapping(given) if key not in ("type", "peft_type")}
         name = type(adapter).__name__
         self.of_model.append(_rule(f"peft {name}", _settings_text(thaw(settings)) or "with peft's defaults"))
-        self.model = None  # peft may compute with the weights, so that it is not applied on the meta device
+        self.model = None  # peft may compute with the weights, so it is not applied on the meta device
 
     def _freeze(self, given: Any) -> None:
         for glob, rule in [(glob, each) for each in read_freeze(given) for glob in each.globs]:
@@ -364,7 +364,7 @@ class ModelRules:
         total = count_weights(self.model)
         trained = sum(each.numel() for each in parameters if each.requires_grad)
         share = "all" if trained == total else f"{trained:,} ({100 * trained / max(total, 1):.3g} %)"
-        also = "; in addition to adapters also what the files lack" if {"lora", "pretrained"} <= set(reserved) else ""
+        also = "; besides adapters, also weights that files lack" if {"lora", "pretrained"} <= set(reserved) else ""
         self.of_model.append(_rule(f"{total:,} weights", f"of which {share} are trained{also}"))
 
     def _optimizers(self) -> None:
@@ -448,7 +448,7 @@ class _Explanation:
         self.lines: list[Line] = []
 
     def phase(self, text: str, calls: list[Line], depth: int, *, default: str = OURS, remark: str = "") -> None:
-        """Adds a phase and the calls in it; `default` is its remark where there are none."""
+        """Adds a phase and the calls in it; `default` is its remark if there are none."""
         self.lines.append(Line("phase", text, depth, remark=remark if calls else default))
         self.lines += [replace(call, depth=depth + 1) for call in calls]
 
@@ -473,7 +473,7 @@ class _Explanation:
     # construction
 
     def add_construction(self) -> None:
-        """Adds the lines that say who builds which part."""
+        """Adds the lines about the construction of each part."""
         if self.config.groups:
             self.lines.append(Line("heading", "Group files"))
         for group in self.config.groups:
@@ -534,7 +534,8 @@ class _Explanation:
         default: str = "none",
         remark: str = "",
     ) -> None:
-        """Adds what builds a part: the method of the trainer or the task that overrides ours, or its section."""
+        """Adds the origin of a part: the method of the trainer or the task that overrides the default, or its
+        section."""
         calls = self.trainer_calls(trainer_method) if trainer_method else []
         prefix = "what it asks `build` for: " if calls else ""
         if not calls and task_method is not None:
@@ -566,7 +567,7 @@ class _Explanation:
 
     def _hooks(self) -> None:
         calls = self.trainer_calls("build_hooks")
-        remark = "it may add or drop hooks; the others are what build.hooks() gives it" if calls else ""
+        remark = "it may add or remove hooks; the others are those of build.hooks()" if calls else ""
         calls += [call_of(each) for each in DEFAULT_HOOKS]
         for number, component in enumerate(self.config.hooks):
             label = f"hooks.{number}"
@@ -637,7 +638,8 @@ class _Explanation:
         return f"{plan.global_batch_size} samples a step{split}"
 
     def _event(self, event: str, depth: int, remark: str = "") -> None:
-        """Adds an event with the hooks that have it, in the order of their calls; trainer and task also have state."""
+        """Adds an event with the hooks that override it, in the order of their calls; trainer and task also have
+        state."""
         calls = [*self.trainer_calls(event), *self.task_calls(event)] if event.endswith("state_dict") else []
         for use in [*(HookUse(each) for each in DEFAULT_HOOKS), *self.found.hooks]:
             found: list[Line] = []

@@ -1,4 +1,4 @@
-"""Builds a run as one of many ranks that do not exist: the real trainer on fake tensors."""
+"""Builds a run as one of many fake ranks: the real trainer on fake tensors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ImaginaryRun:
     mode: FakeTensorMode
     whole: UnsplitModel
     on_gpu: bool
-    """True if the real run uses an accelerator, where models use other forms of some operations."""
+    """True if the real run uses an accelerator, for which models use other versions of some operations."""
     forward_contexts: list[ForwardContext]
     """Context managers around every `run_forward` of the trainer."""
     host: HostBytes
@@ -105,7 +105,7 @@ class ImaginaryRun:
 
     @property
     def num_micro_batches(self) -> int:
-        """The number of micro-batches of a step here: all that differ from each other."""
+        """The number of micro-batches of a step here: one of each kind."""
         return self.trainer.num_micro_batches
 
     def facts(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class ImaginaryRun:
         }
 
     def step(self, num_micro_batches: int | None = None) -> None:
-        """Runs one update of the trainer's micro-batches, or (1) of the first of them alone."""
+        """Runs one update of the trainer's micro-batches, or (1) of only the first of them."""
         trainer, batch = self.trainer, self.batch
         gradient_accumulation_steps, micro = self.num_micro_batches, self.plan.micro_batch_size
         wanted = num_micro_batches or gradient_accumulation_steps
@@ -173,8 +173,8 @@ def imagine(
 ) -> Iterator[ImaginaryRun]:
     """Builds a run as one of its ranks, without a device, a run folder and weights.
 
-    A batch has the shapes of the first batch of the training data; with `sequence_length` no data is read, and a
-    sample is a row of so many tokens.
+    A batch has the shapes of the first batch of the training data; with `sequence_length`, no data is read, and a
+    sample is a row of this many tokens.
     """
     axes = resolve_mesh(config, world_size)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -190,7 +190,7 @@ def imagine(
         trial = _trial_config(config, plan, ranks.mesh, Path(folder), has_data=sequence_length is None)
         whole = UnsplitModel()
         trainer_class = _imaginary_class(user_class, mode, whole, ranks.mesh, sequence_length, contexts)
-        ranks.size = 1  # a build compares the model over all ranks, and the others do not exist
+        ranks.size = 1  # a build compares the model over all ranks, but the others are fake
         with mode, _read_ones():
             trainer, _ = assemble(
                 trial,
@@ -233,7 +233,7 @@ def planned_precision(config: RunConfig) -> str:
 
 
 def _trial_config(config: RunConfig, plan: BatchPlan, mesh: Mesh, folder: Path, *, has_data: bool) -> RunConfig:
-    """Returns the run's config for steps alone, with a few micro-batches at most."""
+    """Returns the run's config for steps only, with at most a few micro-batches."""
     # The first has no gradients to add to, the last reduces them, and a pipeline needs one for each stage.
     gradient_accumulation_steps = min(plan.gradient_accumulation_steps, max(2, mesh.size("pipeline")))
     sizes = {
@@ -321,7 +321,7 @@ def _imaginary_class(
             except (ConfigError, DataError) as error:
                 if part != "train_data":
                     raise
-                advice = "Or give --length N: then a sample is a row of N tokens, and no data is read."
+                advice = "Or use --length N: a sample is then a row of N tokens, and no data is read."
                 raise ConfigError(f"{error.problem} {advice}", where=error.where) from error
 
         return classmethod(build_part)
@@ -376,7 +376,7 @@ def _first_batch(trainer: Trainer, mode: FakeTensorMode) -> Any:
 
 
 def _without_memory(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """Replaces every parameter and buffer of a model by a fake tensor; tied ones stay tied."""
+    """Replaces every parameter and buffer of a model with a fake tensor; tied ones stay tied."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -417,14 +417,14 @@ class _Rows:
 _FILLED = "_filled_with"
 _COUNTS = (torch.ops.aten.arange.default, torch.ops.aten.arange.start, torch.ops.aten.arange.start_step)
 _SHORT = 64  # an arange up to this length is not an activation, and may be real
-_MAX_EQUAL_READS = 100  # of one line, one after the other: a loop that waits for another value
+_MAX_EQUAL_READS = 100  # consecutive reads of one line, which indicate a loop that waits for another value
 
 
 class _ReadOnes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Returns 1 where the host reads a value of a fake tensor, or the number that the tensor was filled with.
+    """Returns 1 if the host reads a value of a fake tensor, or the number that the tensor was filled with.
 
-    A loop that reads until the value changes gets a 0 in the end, such as the one of torch's `trunc_normal_`, which
-    draws again while some values are out of range.
+    A loop that reads until the value changes eventually reads 0, such as that of torch's `trunc_normal_`, which draws
+    again while some values are out of range.
     """
 
     def __init__(self) -> None:
@@ -466,7 +466,8 @@ def _read_ones() -> AbstractContextManager[Any]:
 
 
 class _ImaginaryCopy:
-    """A copy on the host, in place of offload.HostCopy: of the device's memory, it has only what has come back."""
+    """A copy on the host that replaces offload.HostCopy; it uses device memory only for tensors that are copied
+    back."""
 
     def __init__(self, tensor: torch.Tensor, stream: Any, previous: _ImaginaryCopy | None, *, host: HostBytes) -> None:
         self._num_bytes = tensor.untyped_storage().nbytes()
@@ -477,7 +478,7 @@ class _ImaginaryCopy:
         weakref.finalize(self, host.add, -self._num_bytes)
 
     def finish(self) -> None:
-        """Does nothing: the tensor that was copied is not held."""
+        """Does nothing, because the copied tensor is not referenced."""
 
     def data(self) -> torch.Tensor:
         """Returns bytes on the device, and starts the return of the copy before."""
@@ -492,14 +493,14 @@ class _ImaginaryCopy:
         return returned
 
     def begin_return(self) -> None:
-        """Takes memory of the device."""
+        """Allocates memory of the device."""
         if self._returning is None:
             self._returning = torch.empty(self._num_bytes, dtype=torch.uint8)
 
 
 @contextmanager
 def _forms(host: HostBytes, *, on_gpu: bool) -> Iterator[None]:
-    """Selects the forms of operations of the real run; models select them by device, which is the CPU here."""
+    """Selects the operations of the real run, because models select them by device, which is the CPU here."""
     if not on_gpu:
         yield
         return
@@ -521,7 +522,7 @@ def _forms(host: HostBytes, *, on_gpu: bool) -> Iterator[None]:
 def _fused_forms() -> list[tuple[dict[str, Any], str, Callable[..., Any]]]:
     """Returns the fused attention and RMS norm of a GPU, with the namespace and name that they replace.
 
-    The CPU's forms would hold the scores of all pairs of tokens, and several float32 copies of the inputs of norms. A
+    The CPU versions would store the scores of all pairs of tokens, and several float32 copies of the inputs of norms. A
     torch function mode would not be active during a backward, which recomputes some forwards.
     """
     functional = vars(torch.nn.functional)
@@ -544,7 +545,7 @@ def _fused_forms() -> list[tuple[dict[str, Any], str, Callable[..., Any]]]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Saves what a fused norm saves, its input and one number for each row, and computes nothing."""
+    """Saves the same tensors as a fused norm, its input and one number per row, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

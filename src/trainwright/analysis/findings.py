@@ -1,4 +1,4 @@
-"""Findings of a check: severity, source location, what to write instead, and the text of the report."""
+"""Findings of a check: severity, source location, advice, and the text of the report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AlreadyReported(Exception):  # noqa: N818 # only ends a stage: the finding
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem. `problem` and `advice` are whole sentences; `advice` says what to write instead."""
+    """One problem. `problem` and `advice` are complete sentences; `advice` says what to change."""
 
     severity: Severity
     problem: str
@@ -61,7 +61,7 @@ class Findings:
         return iter(self._found.values())
 
     def count(self, severity: Severity) -> int:
-        """Returns how many findings have this severity."""
+        """Returns the number of findings of this severity."""
         return sum(finding.severity == severity for finding in self)
 
 
@@ -119,7 +119,7 @@ def _render_finding(finding: Finding) -> str:
 
 
 def _render_source(location: SourceLocation) -> Iterable[str]:
-    """Returns the source line and carets below the marked columns; a long line is cut around them."""
+    """Returns the source line and carets below the marked columns; a long line is truncated around them."""
     text = location.text.rstrip().replace("\t", " ")
     indent = len(text) - len(text.lstrip())
     start, stop = location.columns or (indent, len(text))
@@ -136,7 +136,7 @@ def _render_source(location: SourceLocation) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """What every stage uses: the config, the files of user code, and the findings."""
+    """The shared state of all stages: the config, the files of user code, and the findings."""
 
     config: RunConfig
     users: UserFiles
@@ -156,7 +156,7 @@ class Case:
         self.findings.add(Finding(severity, problem, advice, location))
 
     def setting(self, label: str, words: Sequence[str] = ()) -> SourceLocation | None:
-        """Returns the line of a setting, with the first of `words` marked, or else its last key."""
+        """Returns the line of a setting, with the first of `words` marked, or otherwise its last key."""
         return line_of_setting(self.config.origin(label), [*words, *reversed(label.split("."))])
 
     def _explain(self, error: BaseException, label: str, location: SourceLocation | None) -> Finding:
@@ -175,7 +175,7 @@ class Case:
         frames = traceback.extract_tb(error.__traceback__)
         raised = f"It was raised in {shown_path(frames[-1].filename)}:{frames[-1].lineno}." if frames else ""
         is_ours = bool(frames) and frames[-1].filename.startswith(PACKAGE)
-        if location is not None and not is_ours:  # an internal error is not about the user's line
+        if location is not None and not is_ours:  # an internal error does not concern the user's line
             return Finding("error", _describe(error), raised, location)
         found = line_of_setting(self.config.origin(label), [label.rpartition(".")[2]])
         return Finding("error", f"{label}: {_describe(error)}", raised, found)
@@ -220,7 +220,7 @@ def line_of_setting(origin: Origin | None, words: Iterable[str] = ()) -> SourceL
 
 
 def message_finding(message: str, location: SourceLocation | None) -> Finding:
-    """Returns the error of one message: its first sentence is the problem, the rest the advice."""
+    """Returns the error of one message: its first sentence is the problem, the others are the advice."""
     problem, *advice = _NEXT_SENTENCE.split(message, maxsplit=1)
     return Finding("error", problem, "".join(advice), location)
 

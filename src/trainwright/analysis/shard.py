@@ -43,7 +43,7 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective along one axis, as often as it was called."""
+    """One kind of collective along one axis, with the number of calls."""
 
     kind: str
     axis: str
@@ -56,12 +56,12 @@ class Collective:
 
     @property
     def sent_bytes(self) -> float:
-        """What each rank sends at least, with a ring algorithm."""
+        """The minimum number of bytes that each rank sends, with a ring algorithm."""
         return self.num_bytes * share_sent(self.kind, self.num_ranks)
 
 
 def share_sent(kind: str, num_ranks: int) -> float:
-    """Returns what each rank sends in a collective, as a multiple of the full tensor."""
+    """Returns the bytes that each rank sends in a collective, as a multiple of the full tensor."""
     others = (num_ranks - 1) / num_ranks
     if kind == ALL_REDUCE:
         return 2 * others  # a reduce-scatter, then an all-gather
@@ -236,7 +236,7 @@ def _axis_names(axis: str, mesh: Mesh) -> str:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The parameters of one rank of a run, and what it sends in one step."""
+    """The parameters of one rank of a run, and its communication in one step."""
 
     world_size: int
     rank: int
@@ -248,7 +248,7 @@ class Sharding:
     """Of the whole model's parameters and saved buffers."""
     layouts: list[ParameterLayout]
     uncovered: list[str]
-    """Parameters that no sharding rule covers; empty where there are no rules."""
+    """Parameters that no sharding rule covers; empty if there are no rules."""
     unmatched: list[str]
     """Sharding rules that match nothing."""
     micro_batch_size: int

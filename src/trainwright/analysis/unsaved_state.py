@@ -1,6 +1,6 @@
 """Finds state that a checkpoint does not contain: values that a step changes and that loading does not restore.
 
-`find_unsaved` runs the step after a checkpoint twice, each time from the loaded checkpoint. It sees attributes of the
+`find_unsaved` runs the step after a checkpoint twice, each time from the loaded checkpoint. It covers attributes of the
 trainer, the task, the user's hooks and the model's modules, attributes of their classes, and globals of their files.
 """
 
@@ -41,7 +41,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, 
 _CONTAINERS: tuple[Any, ...] = ([], (), "", b"", {}, {}.items(), {}.values(), set(), range(0))
 _ITERATORS = tuple(type(iter(each)) for each in _CONTAINERS)
 _MAX_DEPTH = 8
-_MAX_VALUES = 50_000  # of all digests of one kind of object: an environment may hold a whole world
+_MAX_VALUES = 50_000  # of all digests of one kind of object; an environment may contain many objects
 _MAX_BYTES = 2**26  # of a tensor or array
 
 SAME_LOSS = 1e-5
@@ -56,7 +56,7 @@ class Unsaved:
     name: str
     """The class and the attribute, `Carried.hidden`, or the file and its global."""
     remedy: str
-    """Where to put it: a whole sentence."""
+    """Advice on where to store it: a complete sentence."""
     location: SourceLocation | None
 
 
@@ -99,7 +99,7 @@ def find_unsaved(
     """Loads a checkpoint and runs a step, twice; returns None if a step cannot run.
 
     A value that differs after the step, and is not what it was once the checkpoint is loaded again, is unsaved. It is
-    left out if the step assigns it before it reads it.
+    omitted if the step assigns it before reading it.
     """
     owners = list(_owners_of(trainer, users))
     trainer.restore_checkpoint(checkpoint)
@@ -150,7 +150,7 @@ def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def outcome_of(trainer: Trainer, loss: float) -> RepeatedStep:
-    """Returns the outcome of the step that was just made."""
+    """Returns the result of the last step."""
     return RepeatedStep(loss, {name: value.clone() for name, value in _weights(trainer).items()})
 
 
@@ -167,7 +167,7 @@ def _difference(start: Mapping[str, torch.Tensor], first: RepeatedStep, second: 
 
 
 def _find_line(owner: _Owner, name: str, access: _Access | None, users: UserFiles) -> SourceLocation | None:
-    """Returns the line that assigns a value, or else the last one that reads it, which may change it in place."""
+    """Returns the line that assigns a value, or otherwise the last line that reads it, which may change it in place."""
     found = None if access is None else access.assigned or access.read
     if found is None and owner.target is not None:
         found = line_of_attribute(type(owner.target), name, users)
@@ -287,7 +287,7 @@ def _observed(owners: Iterable[_Owner], users: UserFiles) -> Iterator[dict[_Key,
                 setattr(kind, name, before)
 
 
-# What a value is.
+# Identity of a value.
 
 
 def _digests(owners: Iterable[_Owner], trainer: Trainer) -> dict[_Key, Hashable]:
@@ -316,7 +316,8 @@ class _Reader:
         self._open: set[int] = set()
 
     def digest(self, value: Any, depth: int = 0) -> Hashable:
-        """Returns what is equal for equal contents; a constant for what has no contents, or too many."""
+        """Returns a value that is equal for equal contents; a constant for objects without contents, or with too
+        many."""
         self._num_values += 1
         if isinstance(value, _PLAIN):
             return type(value).__name__, repr(value)
@@ -331,7 +332,7 @@ class _Reader:
             if isinstance(contents, list):
                 return kind, tuple(self.digest(item, depth + 1) for item in contents)
             return kind, contents
-        except Exception:  # of a user's class; what cannot be read is not reported
+        except Exception:  # of a user's class; values that cannot be read are not reported
             return kind
         finally:
             self._open.discard(id(value))

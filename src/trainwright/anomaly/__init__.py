@@ -1,1 +1,1 @@
-"""Updates that go wrong, non-finite values and loss spikes: detection.py finds them, reports.py describes them."""
+"""Anomalies: non-finite values and loss spikes. detection.py finds them, reports.py describes them."""

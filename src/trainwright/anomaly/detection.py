@@ -1,7 +1,6 @@
 """Finds updates whose loss or gradient is not finite, and losses far above those of the previous steps.
 
-Where the host runs ahead of the device, the decision is made on the device. What the run does about an anomaly is in
-response.py.
+If the host runs ahead of the device, the decision is made on the device. response.py has the response to an anomaly.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ _MIN_RELATIVE_DISTANCE, _MIN_DISTANCE = 1e-3, 1e-6  # of the distance: while the
 
 
 def min_losses(size: int) -> int:
-    """Returns how many losses a window of this size needs before one can be a spike: a quarter, and at least five."""
+    """Returns the number of losses that a window of this size needs before a loss can be a spike: a quarter, and at
+    least five."""
     return max(-(-size // 4), 5)
 
 
@@ -57,12 +57,12 @@ class LossWindow:
         insort(self._ordered, loss)
 
     def fill(self, losses: Sequence[float]) -> None:
-        """Replaces the contents by the last of these losses."""
+        """Replaces the contents with the last of these losses."""
         self.losses = deque(losses[-self.size :])
         self._ordered = sorted(self.losses)
 
     def measure(self) -> Measure | None:
-        """Returns the statistics; None while there are too few losses."""
+        """Returns the statistics; None if there are too few losses."""
         ordered = self._ordered
         if len(ordered) < min_losses(self.size):
             return None
@@ -84,12 +84,13 @@ class DeviceLossWindow:
     """The window on the device, which never waits: about twenty small kernels per step.
 
     Only the device knows how many losses there are. The state is one number in 0 … 2·size − 1: below `size` it is the
-    number of losses, from there on the slot that is overwritten next, plus `size`. A table maps it to what follows.
+    number of losses, from there on the slot that is overwritten next, plus `size`. A table maps it to the following
+    values.
     """
 
     def __init__(self, size: int, *, threshold: float, device: torch.device) -> None:
         self._size, self._threshold = size, threshold
-        # Infinite where there is none yet. The additional slot receives the losses that do not count.
+        # Infinite where there is none yet. The additional slot receives losses that are not counted.
         self._losses = torch.full((size + 1,), torch.inf, dtype=torch.float64, device=device)
         self._state = torch.zeros(1, dtype=torch.int64, device=device)
         self._table = torch.tensor([self._row(state) for state in range(2 * size)], device=device)
@@ -98,7 +99,7 @@ class DeviceLossWindow:
         """Returns the state after one more loss, the slot of that loss, and the index of the median when sorted."""
         after = state + 1 if state + 1 < 2 * self._size else self._size
         num_losses = min(state, self._size)
-        # While there are too few: an infinite one, which no loss exceeds.
+        # If there are too few: an infinite limit, which no loss exceeds.
         middle = (num_losses - 1) // 2 if num_losses >= min_losses(self._size) else self._size - 1
         return after, state % self._size, middle
 
@@ -118,7 +119,7 @@ class DeviceLossWindow:
         return is_bad
 
     def fill(self, losses: Sequence[float]) -> None:
-        """Replaces the contents by these losses, at most `size`."""
+        """Replaces the contents with these losses, at most `size`."""
         contents = torch.full((self._size + 1,), torch.inf, dtype=torch.float64)
         contents[: len(losses)] = torch.tensor(losses, dtype=torch.float64)
         self._losses.copy_(contents)
@@ -150,7 +151,7 @@ class Anomaly:
     """The range of positions in the order of the training data that the step used."""
 
     def describe(self) -> str:
-        """Returns a sentence that says what happened."""
+        """Returns a sentence that describes the anomaly."""
         if self.median is not None and self.deviation is not None:
             return (
                 f"The loss is {self.loss:.6g} at step {self.step}, {(self.loss - self.median) / self.deviation:.3g} "
@@ -164,7 +165,7 @@ class Anomaly:
 
 
 def join_ranks(found: Sequence[Sequence[Anomaly]]) -> list[Anomaly]:
-    """Joins what `look` returned on each rank: the same anomalies, each with what that rank knows."""
+    """Merges the results of `look` on all ranks: the same anomalies, each with the information of that rank."""
     joined = []
     for same in zip(*found, strict=True):
         ranks = tuple(sorted({rank for anomaly in same for rank in anomaly.ranks}))
@@ -189,14 +190,14 @@ class _Step(NamedTuple):
 class AnomalyDetector:
     """Judges every update without waiting for the device until `look`.
 
-    On a CPU, where reading a value does not wait, the host judges at once (2 µs, with spikes 6). On other devices the
-    device decides if a policy skips updates; otherwise values are kept and judged by `look`.
+    On a CPU, where reading a value does not wait, the host judges immediately (2 µs, or 6 µs with spikes). On other
+    devices the device decides if a policy skips updates; otherwise values are kept and judged by `look`.
     """
 
     def __init__(
         self, section: AnomaliesSection, *, device: torch.device, rank: int, capture: Capture | None = None
     ) -> None:
-        """`capture` is given in graph mode, where the host cannot judge during a step."""
+        """`capture` is set in graph mode, in which the host cannot judge during a step."""
         self._section = section
         self._rank = rank
         self._skips_spikes = section.spike in ("skip", "rollback")
@@ -288,7 +289,7 @@ class AnomalyDetector:
         return {"losses": list(self._window.losses), "last_good": self._last_good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores `state_dict`, also after a rollback; drops what was not looked at."""
+        """Restores `state_dict`, also after a rollback; discards pending values."""
         self._pending, self._found, self._skip = [], [], False
         self._window.fill([float(loss) for loss in state["losses"]])
         if self._device_window is not None:

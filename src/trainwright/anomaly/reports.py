@@ -1,4 +1,4 @@
-"""Writes what is needed to repeat a step that went wrong, one folder per anomaly."""
+"""Writes the data that is needed to reproduce the step of an anomaly, one folder per anomaly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_report(
 ) -> Path:
     """Writes the report of one anomaly below the run folder and returns its folder; one rank calls it.
 
-    A second anomaly of a step gets another folder. A full disk is a warning: it does not end the run.
+    A second anomaly of a step gets another folder. A full disk is a warning and does not end the run.
     """
     report = _free_folder(folder / ANOMALIES_FOLDER, f"step-{anomaly.step:08d}")
     facts = {

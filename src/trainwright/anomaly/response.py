@@ -1,4 +1,4 @@
-"""What a run does about anomalies: counts and reports them, and finds the state that a rollback restores.
+"""The response to anomalies: counts and reports them, and finds the state that a rollback restores.
 
 Detection is in detection.py; the trainer calls the hooks and restores the state.
 """
@@ -25,7 +25,7 @@ _ACTIONS = {"raise": "The run ends.", "skip": "The update was skipped.", "rollba
 
 
 class StateSnapshot(NamedTuple):
-    """A copy of the state in main memory."""
+    """A copy of the state in host memory."""
 
     step: int
     parts: HostSnapshot
@@ -62,12 +62,12 @@ class AnomalyResponse:
         return "rollback" in (self._section.non_finite, self._section.spike)
 
     def is_snapshot_due(self, step: int) -> bool:
-        """Returns True if a copy of this step's state is to be kept in main memory."""
+        """Returns True if a copy of this step's state should be kept in host memory."""
         every = self._section.snapshot_every_steps
         return self.may_roll_back and every is not None and step % every == 0
 
     def take_snapshot(self, step: int, parts: Mapping[str, Any], eval_logs: Mapping[str, float]) -> None:
-        """Copies the state to main memory, into the memory of the previous copy."""
+        """Copies the state to host memory, into the memory of the previous copy."""
         self.snapshot = StateSnapshot(step, self._buffers.copy_to_host(parts), dict(eval_logs))
 
     def find(self) -> list[Anomaly]:
@@ -93,7 +93,7 @@ class AnomalyResponse:
         samples: Sequence[int] | None,
         loss_history: Sequence[tuple[int, float]],
     ) -> None:
-        """Writes the report folder and logs what happened; one rank calls it."""
+        """Writes the report folder and logs the anomaly; one rank calls it."""
         path = write_report(
             self._folder,
             anomaly,
@@ -107,7 +107,7 @@ class AnomalyResponse:
         logger.warning("%s %s Report: %s", anomaly.describe(), _ACTIONS[anomaly.policy], path)
 
     def raise_if_fatal(self, anomaly: Anomaly) -> None:
-        """Raises if the policy is to raise, or if there were too many anomalies."""
+        """Raises if the policy is `raise`, or if there were too many anomalies."""
         limit = self._section.max_anomalies
         is_too_many = self.num_anomalies > limit
         if anomaly.policy != "raise" and not is_too_many:
@@ -136,7 +136,7 @@ class AnomalyResponse:
         return None
 
     def positions_to_skip(self, anomaly: Anomaly, stop_of: Callable[[int], int]) -> tuple[int, int]:
-        """Returns the range of data positions that the run leaves out after a rollback.
+        """Returns the range of data positions that the run skips after a rollback.
 
         `stop_of` returns where the batch that begins at a position ends.
         """

@@ -1,1 +1,1 @@
-"""Entry points other than a config file and a subclass. Each adapts to the one loop; none has its own."""
+"""Entry points other than a config file and a subclass. Each is an adapter to the one loop."""

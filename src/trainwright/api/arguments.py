@@ -76,12 +76,13 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--lr-decay-ratio": {"type": _FRACTION, "default": 0.1, "help": "The final rate as a fraction of --lr."},
     "--weight-decay": {"type": _NUMBER, "default": 0.01, "help": "Weight decay of AdamW."},
     "--clip-grad": {"type": _NUMBER, "default": 1.0, "help": "Maximum gradient norm; 0: no limit."},
-    "--seed": {"type": _WHOLE, "default": 1234, "help": "Determines all random numbers and the order of the data."},
+    "--seed": {"type": _WHOLE, "default": 1234, "help": "The seed of all random numbers and of the order of the data."},
     "--zero-stage": {
         "type": int,
         "choices": ZERO_STAGES,
         "default": 0,
-        "help": "What is sharded over ranks: 0 nothing, 1 and 2 gradients and optimizer state, 3 also parameters.",
+        "help": "The state that is sharded over ranks: 0 none, 1 and 2 gradients and optimizer state, 3 also "
+        "parameters.",
     },
     "--checkpoint-activations": {"action": "store_true", "help": "Recompute layers in the backward pass."},
     "--checkpoint-num-layers": {
@@ -103,7 +104,7 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
         "help": "pretrain resumes from the full state of --load; finetune loads its weights and starts at step 0; "
         "inference evaluates them without training.",
     },
-    "--fresh": {"action": "store_true", "help": "Rename an earlier run of this name and start over."},
+    "--fresh": {"action": "store_true", "help": "Rename an earlier run of this name, and start over."},
     "--accept-changes": {"action": "store_true", "help": "Resume a run although its settings have changed."},
     "--train-data": {"nargs": "+", "help": "Paths for create_dataset_function."},
     "--train-data-weights": {"nargs": "+", "type": _POSITIVE, "help": "The weight of each path; default: by size."},
@@ -163,16 +164,16 @@ OWN_FLAGS: Mapping[str, str] = {
         "selects a tokenizer. Create it in create_dataset_function, and add the flag to your own parser.",
     ),
 }
-"""Flags of SwissArmyTransformer that a program may define for its own use, and why get_args rejects them."""
+"""Flags of SwissArmyTransformer that a program may define itself, and the reason why get_args rejects them."""
 
 UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--model-parallel-size": "matrices are sharded by rules instead of parallel layers. Use a run file with "
     "runtime.mesh {tensor: N} and model.sharding.",
     "--parallel-output": "there are no model-parallel layers whose outputs could be gathered. Remove it.",
-    "--skip-init": "the model class is called as it is. Initialize or load the weights in init_function.",
-    "--use-gpu-initialization": "the model class is called as it is. Use `with torch.device(args.device):` in it.",
+    "--skip-init": "the model class is called unchanged. Initialize or load the weights in init_function.",
+    "--use-gpu-initialization": "the model class is called unchanged. Use `with torch.device(args.device):` in it.",
     "--summary-dir": "the log, metrics and checkpoints are in the run folder. Set --save and --experiment-name.",
-    "--force-train": "--mode finetune loads the weights that the model has in common with --load. Remove it.",
+    "--force-train": "--mode finetune loads the weights that the model shares with --load. Remove it.",
     "--exit-interval": "a run ends at --train-iters. For a trial use a lower number and another --experiment-name; "
     "SIGTERM and Ctrl-C save a run that can be resumed.",
     "--no-save-rng": _RNG,
@@ -187,7 +188,7 @@ UNSUPPORTED_FLAGS: Mapping[str, str] = {
     "--deepscale": _DEEPSPEED,
     "--deepscale_config": _DEEPSPEED,
 }
-"""Flags of SwissArmyTransformer that would have no effect, and why."""
+"""Flags of SwissArmyTransformer that would have no effect, and the reason."""
 
 _GROUP = "the flags of a run"
 """The description of the group of flags that `add_training_args` adds."""
@@ -316,7 +317,7 @@ def _checked(flag: str, settings: Mapping[str, Any], value: Any) -> Any:
 
 
 def _convert(kind: Any, value: Any) -> Any:
-    # By way of text, so that 2.5 is not a whole number; repr keeps every bit of a float.
+    # Converted via text, so that 2.5 is not a whole number; repr keeps every bit of a float.
     plain = plain_scalar(value)
     return kind(str(value if plain is None else plain))
 
@@ -329,7 +330,7 @@ def _text(value: Any) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse prints a message and exits."""
+    """Raises ConfigError instead of printing a message and exiting, as argparse does."""
 
     def error(self, message: str) -> NoReturn:
         text = message.removeprefix("argument ")

@@ -47,7 +47,7 @@ def _project_folder(file: Path) -> Path:
     return file.parent.parent if file.parent.name == EXPERIMENTS else file.parent
 
 
-# Filled by @experiment when user modules are imported; it exists as long as the process, as sys.modules does.
+# Filled by @experiment when user modules are imported; it exists as long as the process, like sys.modules.
 _registered: dict[str, Experiment] = {}
 
 
@@ -185,7 +185,8 @@ def _unknown(name: str) -> str:
 
 
 def _is_same(first: Experiment, second: Experiment) -> bool:
-    """Returns True for one function whose file was executed again. Each cell of a notebook is a file: compare names."""
+    """Returns True for one function whose file was executed again. Each cell of a notebook is a file, so names are
+    compared."""
     if (first.file, first.line) == (second.file, second.line):
         return True
     is_notebook = not hasattr(sys.modules.get("__main__"), "__file__")

@@ -66,7 +66,7 @@ class FunctionTask(Task):
 
 
 class PartsTrainer(Trainer):
-    """The trainer in the config of a run of `train`, whose model and data exist in the program only."""
+    """The trainer in the config of a run of `train`, whose model and data exist only in the program."""
 
     @classmethod
     def build_model(cls, build: Builder) -> torch.nn.Module:
@@ -194,7 +194,7 @@ def train(
         config = _config_of(settings, overrides)
         has_sets = len(eval_data) > 0 if isinstance(eval_data, Mapping) else eval_data is not None
         if (metric_components or metric_objects) and not has_sets and config.data.test is None:
-            raise ConfigError("metrics: have no effect without eval_data. Give both, or neither.", where=caller())
+            raise ConfigError("metrics: have no effect without eval_data. Pass both, or neither.", where=caller())
         parts = _given_parts(
             model,
             data,

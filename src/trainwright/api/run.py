@@ -1,4 +1,4 @@
-"""`run_experiment`: builds or resumes a run, trains, evaluates and logs how it ended."""
+"""`run_experiment`: builds or resumes a run, trains, evaluates and logs the result."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _evaluate_missing_sets(trainer: Trainer, logs: Mapping[str, float]) -> dict[
 
 
 def _end(trainer: Trainer, *, keeps_folder: bool) -> None:
-    """Logs how the run ended, leaves the process group, and requeues an interrupted SLURM job."""
+    """Logs how the run ended, closes the process group, and requeues an interrupted SLURM job."""
     if trainer.ranks.is_first:
         _log_end(trainer, keeps_folder=keeps_folder)
     trainer.ranks.part()
@@ -262,14 +262,14 @@ def _end(trainer: Trainer, *, keeps_folder: bool) -> None:
 
 @contextmanager
 def start_up() -> Iterator[SignalListener]:
-    """Makes a signal end the process at once until the run trains, and leaves the process group in any case."""
+    """Makes a signal end the process immediately until the run trains, and closes the process group in any case."""
     starting = SignalListener(_stop, deadline_seconds=START_UP_SECONDS)
     try:
         starting.listen()
         try:
             yield starting
         except Exception as error:
-            note_failure(error)  # before other ranks notice that this rank is gone
+            note_failure(error)  # before other ranks detect that this rank has ended
             raise
         finally:
             starting.only_note()  # the run has ended: a signal must not interrupt the rest
@@ -293,7 +293,7 @@ def evaluate_checkpoint(
     """
     if step is not None:
         store, best = trainer.context.store, trainer.config.checkpoint.keep_best
-        # The first rank selects for all, because checkpoints may be added or deleted meanwhile.
+        # The first rank selects for all, because checkpoints may be added or deleted in the meantime.
         chosen = trainer.ranks.broadcast(pick_step(store, step, best=best) if trainer.ranks.is_first else 0)
         trainer.load_weights(chosen, weights)
         logger.info("Evaluating %s", store.path(chosen))

@@ -1,9 +1,9 @@
 """The arguments of `train` as settings of a config, and errors about these settings as errors about the arguments.
 
 An argument is a component (a name, a mapping with `type`, a `Component`, a class, or a `functools.partial` of a class)
-or an object. Components become settings, which the run's config.yaml records. Of objects and functions, which exist in
-the program only, it records a fingerprint: a run whose code was edited, or whose data in memory has other rows, does
-not resume unnoticed.
+or an object. Components become settings, which the run's config.yaml records. For objects and functions, which exist
+only in the program, it records a fingerprint, so that a run whose code was edited, or whose data in memory has other
+rows, does not resume unnoticed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ARGUMENTS = {
 }
 """The settings that are arguments of `train`."""
 _MAX_ROWS, _MAX_ELEMENTS = 256, 1 << 20
-"""How much of the rows of a dataset in memory is hashed."""
+"""The amount of rows of a dataset in memory that is hashed."""
 _FLAGS = {"--accept-changes": "accept_changes=True", "--fresh": "fresh=True"}
 
 
@@ -116,7 +116,7 @@ def _settings_named(name: str) -> Iterator[str]:
 
 
 def component(argument: str, value: Any, *, example: str) -> dict[str, Any]:
-    """Returns the component that an argument gives, as a mapping with `type`; raises for anything else."""
+    """Returns the component of an argument as a mapping with `type`; raises for anything else."""
     if isinstance(value, str) and value:
         return {"type": value}
     if isinstance(value, Mapping):
@@ -155,14 +155,14 @@ def local_optimizer(kind: Any, lr: float | None) -> partial[torch.optim.Optimize
 
 
 def _two_rates(lr: float, own: Any) -> ConfigError:
-    return ConfigError(f"lr={lr:g}: optimizer has its own lr, {own!r}. Give one of the two.", where=caller())
+    return ConfigError(f"lr={lr:g}: optimizer has its own lr, {own!r}. Use one of the two.", where=caller())
 
 
 def _requires_lr(type_name: Any) -> bool:
     try:
         return _has_required_lr(registry.find("optimizer", type_name, project_dir=Path.cwd()))
     except (ConfigError, TypeError):
-        return False  # the build explains what is wrong
+        return False  # the build raises a clear error
 
 
 def _has_required_lr(target: Any) -> bool:
@@ -180,7 +180,7 @@ def metric_arguments(metrics: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         names = [_metric_name(each) for each in metrics]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            problem = f'two of them would be named "{twice}". Give a mapping from names to metrics.'
+            problem = f'two of them would be named "{twice}". Pass a mapping from names to metrics.'
             raise ConfigError(f"metrics: {problem}", where=caller())
         metrics = dict(zip(names, metrics, strict=True))
     elif isinstance(metrics.get("type"), str):
@@ -190,7 +190,7 @@ def metric_arguments(metrics: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, each in metrics.items():
         if inspect.isroutine(each):  # such as a compute_metrics, which gets all predictions
             raise ConfigError(
-                f"metrics[{name!r}]: a function is not a metric. Give an object with update(outputs, labels), "
+                f"metrics[{name!r}]: a function is not a metric. Pass an object with update(outputs, labels), "
                 f"compute() and reset(), or a component, such as {example}; a result of all predictions at once is "
                 "Task.aggregate_logs.",
                 where=caller(),
@@ -303,7 +303,7 @@ def _add_rows(digest: Any, data: Any) -> bool:
         return any(has_rows)
     if type(data).__module__.startswith("datasets.") and hasattr(data, "select"):
         sampled = list(range(0, len(data), max(1, len(data) // _MAX_ROWS)))
-        # As stored: decoded images would have an address in their text.
+        # As stored, because decoded images would have an address in their text.
         _add_value(digest, [len(data), repr(data.with_format("arrow")[sampled].to_pydict())])
         return True
     rows = data.tensors if isinstance(data, TensorDataset) else data
@@ -314,7 +314,7 @@ def _add_rows(digest: Any, data: Any) -> bool:
 
 
 def _add_value(digest: Any, value: Any) -> None:
-    """Adds a value to a hash; of a long list or tensor, elements at regular distances."""
+    """Adds a value to a hash; for a long list or tensor, elements at regular intervals."""
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_meta or value.is_quantized:
             digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
@@ -341,7 +341,7 @@ def _add_value(digest: Any, value: Any) -> None:
     elif isinstance(value, str | bytes | bool | int | float | None):
         digest.update(repr(value).encode())
     else:
-        digest.update(type(value).__name__.encode())  # an image, a path: only their number counts
+        digest.update(type(value).__name__.encode())  # an image, a path: only their number is hashed
 
 
 def _code_of_hook(hook: Any) -> Iterator[tuple[str, Any]]:

@@ -336,7 +336,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
         "writers": _writers(flags),
         "log": {"every_steps": _given("--log-interval", flags.log_interval)},
         "runtime": _runtime(flags),
-        # As in SwissArmyTransformer, all ranks skip an update with a loss or metric that is not finite.
+        # As in SwissArmyTransformer, all ranks skip an update with a non-finite loss or metric.
         "anomalies": {"non_finite": "skip", "max_anomalies": MAX_SKIPPED_UPDATES},
     }
     return RunConfig.from_dict(settings, where=Origin.parse(caller()))
@@ -477,7 +477,7 @@ NOTE = "begun_from.json"
 
 
 def is_load_obsolete(load: Path, config: RunConfig) -> bool:
-    """Returns True if the path of --load is gone and the run has a checkpoint to resume from."""
+    """Returns True if the path of --load no longer exists and the run has a checkpoint to resume from."""
     if load.exists():
         return False
     return open_store(checkpoints_location(run_folder(config), config)).newest_intact(set_aside=False) is not None
@@ -528,7 +528,7 @@ def _copy(load: Path, source: Path, folder: Path, step: int) -> None:
     staging = folder / CHECKPOINTS / f".copying-{source.name}"
     shutil.rmtree(staging, ignore_errors=True)
     shutil.copytree(source, staging)
-    # The note and the settings first: without them the source of the checkpoint is unknown.
+    # The note and the settings first, because without them the source of the checkpoint is unknown.
     note = {"load": str(absolute(load)), "step": step}
     (folder / NOTE).write_text(json.dumps(note) + "\n", encoding="utf-8")
     (folder / ENVIRONMENT_FILE).unlink(missing_ok=True)  # of a run that ended before its first checkpoint
@@ -559,7 +559,7 @@ def _read_note(folder: Path) -> dict[str, Any] | None:
         note = json.loads(path.read_text(encoding="utf-8"))
         return {name: note[name] for name in ("load", "step")}
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged. Delete it to resume the run as it is.") from error
+        raise CheckpointError(f"{path} is damaged. Delete it to resume the run without it.") from error
 
 
 CreateDataset = Callable[[Any, argparse.Namespace], Any]
@@ -662,7 +662,7 @@ class FunctionData:
             self._warn_of_unused_flags()
 
     def _warn_of_unused_flags(self) -> None:
-        """Logs which flags have no effect; they do not raise, because scripts pass the same flags to many runs."""
+        """Logs the flags without effect; they do not raise, because scripts pass the same flags to many runs."""
         flags = self._flags
         sets = [part for part in SETS[1:] if self._is_split_off(part) or getattr(flags, f"{part}_data")]
         needed = {"--eval-interval": "valid" in sets, "--eval-iters": sets, "--eval-batch-size": sets}

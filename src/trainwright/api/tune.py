@@ -29,7 +29,7 @@ from trainwright.registry.trust import reject_untrusted
 from trainwright.writers.writer import Writer
 
 MEMORY_HEADROOM = 0.1
-"""The share of the memory that a suggested micro-batch leaves free."""
+"""The fraction of the memory that a suggested micro-batch leaves free."""
 _ABOUT_EQUAL = 1.03
 _FOR_WORKERS = ("prefetch_factor", "timeout", "multiprocessing_context")
 """Arguments of the DataLoader that it accepts with worker processes only."""
@@ -80,7 +80,7 @@ def tune_micro_batch(
     reject_untrusted(config)
     if wants_budget(config):
         raise ConfigError(
-            "tune batch: model.activation_checkpointing.budget: auto depends on the micro-batch size. Give a number.",
+            "tune batch: model.activation_checkpointing.budget: auto depends on the micro-batch size. Set a number.",
             where=config.origin("model.activation_checkpointing"),
         )
     if config.trainer.optimizer_in_backward:
@@ -104,7 +104,7 @@ def tune_micro_batch(
 
 
 def best_micro_batch(times: Sequence[MicroBatchTime]) -> MicroBatchTime | None:
-    """Returns the size with the shortest time per sample, of about equal ones the smallest; None if nothing fits."""
+    """Returns the size with the shortest time per sample, the smallest among about equal ones; None if nothing fits."""
     fitting = [(each.seconds_per_sample, each) for each in times if each.seconds_per_sample is not None]
     if not fitting:
         return None
@@ -145,7 +145,7 @@ def tune_workers(
 def _rate_setting(config: RunConfig, optimizer: str | None) -> tuple[str | None, str | None, float | None]:
     """Returns the name of the optimizer to test, the name of the setting of its rate, and the value of that setting.
 
-    The name of the optimizer is None if the run has one optimizer, whatever it is called.
+    The name of the optimizer is None if the run has a single optimizer.
     """
     section, several = config.trainer, config.trainer.optimizers
     if several:
@@ -165,7 +165,7 @@ def _rate_setting(config: RunConfig, optimizer: str | None) -> tuple[str | None,
         return name, path, _number(component.arguments.get("lr"))
     if section.optimizer is not None and optimizer is not None:
         raise ConfigError(
-            f"--optimizer {optimizer}: the run has one optimizer, trainer.optimizer. Leave the option out.",
+            f"--optimizer {optimizer}: the run has one optimizer, trainer.optimizer. Omit the option.",
             where=config.origin("trainer.optimizer"),
         )
     if section.optimizer is None:

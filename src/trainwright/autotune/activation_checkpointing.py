@@ -42,7 +42,7 @@ LABEL = "model.activation_checkpointing.budget: auto"
 
 
 def wants_budget(config: RunConfig) -> bool:
-    """Returns True if the number of recomputed layers is to be found."""
+    """Returns True if the number of recomputed layers must be determined."""
     return config.model is not None and has_auto(config.model.reserved.get("activation_checkpointing"))
 
 
@@ -59,11 +59,11 @@ def settle_activation_checkpointing(
     `assemble` and `folder` are as in `settle_micro_batch`.
     """
     where = config.origin("model.activation_checkpointing")
-    reject_sharded(LABEL, "Give a share from 0 to 1.", ranks, where)
+    reject_sharded(LABEL, "Set a share from 0 to 1.", ranks, where)
     if config.trainer.micro_batch_size == "auto":
         raise ConfigError(
             f"{LABEL} cannot be combined with trainer.micro_batch_size: auto, because each would use the memory that "
-            "the other leaves. Give one of them a number.",
+            "the other leaves. Set one of them to a number.",
             where=where,
         )
     assert config.model is not None
@@ -72,7 +72,7 @@ def settle_activation_checkpointing(
     if share is not None:
         logger.info("%s: %s, as in the earlier start of this run", LABEL, share)
         return config.derive({"model.activation_checkpointing": with_budget(given, share)})
-    logger.info("%s: trying how few layers need to be recomputed", LABEL)
+    logger.info("%s: finding the minimum number of layers to recompute", LABEL)
     plan = resolve_batch(config, ranks.size)
     rank_batch_size = plan.micro_batch_size * plan.gradient_accumulation_steps
     trial = config.derive(
@@ -130,7 +130,7 @@ def _find_by_steps(steps: TrialSteps, trainer: Trainer, given: Any, size: int) -
 
 
 def _find_by_counting(steps: TrialSteps, trainer: Trainer, given: Any, size: int) -> float | None:
-    """Returns the largest share for which there is room, where the system kills a process that uses too much memory."""
+    """Returns the largest share for which there is memory, on systems that kill a process that uses too much."""
     model, backend = trainer.model, trainer.backend
     used: list[int] = []
     rooms: list[int] = []
@@ -153,7 +153,7 @@ def _find_by_counting(steps: TrialSteps, trainer: Trainer, given: Any, size: int
         recomputed = choose_layers(model, with_budget(given, share), logs=False)
         return sum(num_bytes for name, num_bytes in held.items() if name not in recomputed)
 
-    logger.debug("The layers would hold %d bytes, and there is room for %d", sum(held.values()), room)
+    logger.debug("The activations of the layers would take %d bytes, and %d are available", sum(held.values()), room)
     shares = shares_of(model, given)
     # Recomputing all layers has just worked, even if the estimate says otherwise.
     return max((share for share in shares if held_with(share) <= room), default=shares[0])

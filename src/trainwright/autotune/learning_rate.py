@@ -107,7 +107,7 @@ class RangeTest(Hook):
         self.rates.append(rate)
 
     def after_step(self) -> None:
-        """Records the loss; ends the trial after the last rate, at divergence, or if the process has to leave."""
+        """Records the loss; ends the trial after the last rate, at divergence, or after a stop request."""
         trainer = self.trainer
         loss = float(trainer.storage.latest()["loss"][0])
         self.losses.append(loss)
@@ -131,7 +131,7 @@ class RangeTest(Hook):
 
 
 class Divergence:
-    """Notices that a loss diverges: it is not finite, or its moving average is far above its initial value.
+    """Detects a diverging loss, which is not finite or whose moving average is far above its initial value.
 
     Far is as much as the average has fallen before, and at least half of the initial value. The moving average is
     corrected for its bias to the first values.
@@ -187,7 +187,7 @@ def smooth(rates: Sequence[float], losses: Sequence[float]) -> list[float]:
 def suggest(rates: Sequence[float], losses: Sequence[float], *, diverged: bool) -> Suggestion:
     """Returns the lowest rate at which the smoothed loss has fallen by 90 % of its whole descent.
 
-    The rate of the minimum itself is close to divergence, and on a plateau it is a matter of chance. There is no
+    The rate of the minimum itself is close to divergence, and on a plateau it is random. There is no
     suggestion for a curve that falls by less than its noise, or whose minimum is at the end of the range.
     benchmarks/tune_lr.py compares the suggestions with grids.
     """

@@ -38,7 +38,7 @@ from trainwright.progress import progress
 logger = logging.getLogger(__name__)
 
 HEADROOM = 0.05
-"""The share of the memory that stays free, for later batches, collectives and fragmentation."""
+"""The fraction of the memory that stays free, for later batches, collectives and fragmentation."""
 TRIAL_DATA: Mapping[str, Any] = {
     "data.num_workers": 0,
     "data.loader": {},
@@ -90,8 +90,8 @@ def largest_that_fits(candidates: Sequence[int], fits: Callable[[int], bool]) ->
 class Growth:
     """Predicts the memory of a larger micro-batch from that of a smaller one.
 
-    A GPU raises out-of-memory. Linux instead kills a process that uses too much main memory, so a size is tried there
-    only if there is room for it, assuming as many bytes per sample as before.
+    A GPU raises out-of-memory. Linux instead kills a process that uses too much host memory, so a size is tried there
+    only if there is enough memory, assuming the same number of bytes per sample as before.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class Growth:
         yield
         peak = self._backend.memory().peak
         if before is not None and peak is not None:
-            # Other constant memory is attributed to the samples too: an upper bound, which gets better with the size.
+            # Other constant memory is attributed to the samples too, so the result is an upper bound that improves with
+            # the size.
             self._bytes_per_sample = max(peak - before - self._num_fixed_bytes, 0) / num_samples
 
 
@@ -141,14 +142,14 @@ def settle_micro_batch(
     Its own number is used again if it divides the rank's batch and the device is the same.
     """
     where = config.origin("trainer.micro_batch_size")
-    reject_sharded(_LABEL, "Give a number; `trainwright estimate` says what fits.", ranks, where)
+    reject_sharded(_LABEL, "Set a number; `trainwright estimate` says what fits.", ranks, where)
     largest = resolve_batch(config, ranks.size).micro_batch_size
     saved = config_of_earlier_start(folder, backend, ranks)
     found = None if saved is None else saved.trainer.micro_batch_size
     if isinstance(found, int) and largest % found == 0:
         logger.info("%s: %d, as in the earlier start of this run", _LABEL, found)
         return config.derive({"trainer.micro_batch_size": found})
-    logger.info("%s: trying how many of %d samples fit into memory at once", _LABEL, largest)
+    logger.info("%s: finding how many of %d samples fit into memory at once", _LABEL, largest)
     trial = config.derive({"trainer.global_batch_size": largest, "trainer.micro_batch_size": largest, **TRIAL_DATA})
 
     def find(empty: Path) -> int | None:
@@ -191,7 +192,7 @@ def measure_micro_batches(
 
 
 def doubling_sizes(rank_batch_size: int) -> list[int]:
-    """Returns those divisors of a batch size of which each is at least twice the one before, and the size itself.
+    """Returns divisors of a batch size, each at least twice the previous one, and the size itself.
 
     >>> doubling_sizes(24)
     [1, 2, 4, 8, 24]
@@ -204,7 +205,7 @@ def doubling_sizes(rank_batch_size: int) -> list[int]:
 
 
 def reject_sharded(label: str, instead: str, ranks: Ranks, where: Any) -> None:
-    """Rejects a search where a rank has only a shard of the model: each rank searches alone."""
+    """Rejects a search if a rank has only a shard of the model, because each rank searches independently."""
     if ranks.mesh.is_split:
         axes = ", ".join(f"{axis} {size}" for axis, size in ranks.mesh.sizes.items() if size > 1)
         raise ConfigError(
@@ -266,7 +267,7 @@ def config_of_earlier_start(folder: Path | None, backend: Backend, ranks: Ranks)
         try:
             saved = run_folders.read_config(folder)
             environment = json.loads((folder / run_folders.ENVIRONMENT_FILE).read_text(encoding="utf-8"))
-            # On another device another number may be the largest, and results differ in their last bits anyway.
+            # On another device, the largest size may differ, and results differ in their last bits anyway.
             if saved is not None and environment.get("device") == backend.describe():
                 found = saved
         except (OSError, ValueError, TrainwrightError) as error:
@@ -286,12 +287,12 @@ def trial_steps(trainer: Trainer, largest: int, ranks: Ranks, *, headroom: float
     if trainer.varying_memory:
         raise ConfigError(
             "trainer.micro_batch_size and model.activation_checkpointing: auto measures one step, but "
-            f"{trainer.varying_memory} Give a number."
+            f"{trainer.varying_memory} Set a number."
         )
     if isinstance(data, MadeBatches):
         raise ConfigError(
             "trainer.micro_batch_size and model.activation_checkpointing: auto tries batches of data.train, but there "
-            "is no training dataset, because next_train_inputs makes the batches. Give a number."
+            "is no training dataset, because next_train_inputs makes the batches. Set a number."
         )
     with _state_restored(trainer), trainer.storage:
         lengths = getattr(data.dataset, "lengths", None)

@@ -26,7 +26,7 @@ _LIMITS_AND_PERIODS: Mapping[str, Any] = {
 
 
 class TrialEnded(Exception):  # noqa: N818  # not an error
-    """Raised by a hook in `after_step`: the loop ends before it evaluates or saves anything."""
+    """Raised by a hook in `after_step` to end the loop before it evaluates or saves."""
 
 
 def trial_config(config: RunConfig, folder: Path, *, num_steps: int, settings: Mapping[str, Any]) -> RunConfig:

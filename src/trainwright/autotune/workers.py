@@ -37,8 +37,8 @@ class WorkerTime:
 class DataWait(Hook):
     """Measures a number of steps after the first few, then ends the trial.
 
-    On a GPU the host fetches a batch while the device still computes, so the wait is an upper bound of what the device
-    waits.
+    On a GPU, the host fetches a batch while the device is still computing, so the wait is an upper bound for the
+    device.
     """
 
     def __init__(self, num_workers: int, num_steps: int) -> None:
@@ -63,7 +63,7 @@ class DataWait(Hook):
 
 
 def enough_workers(times: Sequence[WorkerTime]) -> WorkerTime:
-    """Returns the smallest number with which a step hardly waits for data, or the one with the shortest step."""
+    """Returns the smallest number with a negligible wait for data, or the one with the shortest step."""
     enough = [each for each in times if each.share <= ENOUGH]
     if enough:
         return min(enough, key=lambda each: each.num_workers)

@@ -43,7 +43,8 @@ class Recording(Protocol):
 
 
 class Capture:
-    """Says whether a step is being captured: its Python code then runs once, and replays repeat its kernels."""
+    """Tells whether a step is being captured, in which case its Python code runs once and replays repeat its
+    kernels."""
 
     def __init__(self) -> None:
         self.is_active = False
@@ -63,8 +64,8 @@ class EagerRecording:
 def run_guarded(run: Run, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Runs a function; raises HostReadError if a CUDA graph could not capture it.
 
-    Compiled code in it, such as that of `model.compile_repeated_blocks`, runs eagerly: torch compiles nothing under the
-    modes that guard the run, and rejects a whole graph there.
+    Compiled code in it, such as that of `model.compile_repeated_blocks`, runs eagerly, because torch does not compile
+    under the modes that guard the run.
     """
     has_compiled = "torch._dynamo" in sys.modules  # slow to import, and without it nothing is compiled
     stance = torch.compiler.set_stance("force_eager") if has_compiled else nullcontext()
@@ -108,9 +109,9 @@ def _has_known_shape(operation: Any, args: tuple[Any, ...]) -> bool:
     return all(each is None or each.dtype not in (torch.bool, torch.uint8) for each in args[1])
 
 
-# Where torch's fused AdamW kernel exists in every torch version that we support.
+# Device types for which every supported torch version has a fused AdamW kernel.
 _FUSED_OPTIMIZERS = frozenset({"cpu", "cuda"})
-# Where torch accepts `capturable`; tpu is a device that torch_tpu adds to it.
+# Device types for which torch accepts `capturable`; torch_tpu adds the device tpu.
 _CAPTURABLE_OPTIMIZERS = frozenset({"cuda", "xpu", "hpu", "tpu"})
 
 # Memory bandwidth limits a copy: a few threads reach it. A chunk is large enough for another thread.
@@ -155,7 +156,7 @@ class Backend:
         """Returns the context in which a forward of this precision runs.
 
         `keeps_casts` caches a copy of every weight in that precision until the end of the context, for weights that are
-        used twice. If weights are gathered for each use, that would be a copy of the whole model.
+        used twice. If weights are gathered for each use, the cache would be a copy of the whole model.
         """
         if precision == "fp32":
             return nullcontext()
@@ -186,14 +187,14 @@ class Backend:
     ) -> tuple[Recording, list[torch.Tensor]]:
         """Runs `run` once under guards; returns a recording that repeats it, and the result of the run.
 
-        After each replay the parameters have the gradients of that replay, and None if the run left None.
+        After each replay, the parameters have the gradients of that replay, or None if the run left no gradient.
         """
         return EagerRecording(run), run_guarded(run, inputs)
 
     def limited_memory(self, share: float) -> AbstractContextManager[None]:
         """Returns a context that limits this process to a share of the device's free memory; more raises out-of-memory.
 
-        Main memory has no such limit; see `memory_room`.
+        Host memory has no such limit; see `memory_room`.
         """
         return nullcontext()
 
@@ -213,7 +214,7 @@ class Backend:
         return main_memory.facts()
 
     def utilization(self) -> float | None:
-        """Returns the share of time in which the device was busy lately, from 0 to 1; None if unknown."""
+        """Returns the share of time in which the device was recently busy, from 0 to 1; None if unknown."""
         return None
 
     def release_memory(self) -> None:
@@ -280,10 +281,11 @@ def copy_to_host(tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor
 def begin_copy_to_host(
     tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor], *, waits: bool = False
 ) -> Callable[[], None]:
-    """Begins what `copy_to_host` does; the tensors may change when this returns. Returns a function that waits for it.
+    """Like `copy_to_host`, but without waiting; the tensors may change when this returns. Returns a function that waits
+    for it.
 
-    A GPU with room for a second copy of the tensors makes that copy, and moves it to the host while it computes the
-    next steps. Otherwise, and with `waits`, this waits.
+    A GPU with memory for a second copy of the tensors makes that copy, and moves it to the host during the next steps.
+    Otherwise, or with `waits`, this waits.
     """
     pairs = list(zip(tensors, buffers, strict=True))
     on_gpu = [pair for pair in pairs if pair[0].device.type == "cuda"]
@@ -314,7 +316,7 @@ def _copy_within_host(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Non
             np.copyto(*chunk)
         return
     with ThreadPoolExecutor(min(_MAX_COPY_THREADS, torch.get_num_threads()), thread_name_prefix="copy") as threads:
-        deque(threads.map(np.copyto, *zip(*chunks, strict=True)), maxlen=0)  # raises what a thread raised
+        deque(threads.map(np.copyto, *zip(*chunks, strict=True)), maxlen=0)  # raises the exception of a thread
 
 
 def reads_at_once(device: torch.device) -> bool:
@@ -323,7 +325,7 @@ def reads_at_once(device: torch.device) -> bool:
 
 
 def memory_in_use() -> int:
-    """Returns the bytes that this process uses: on its GPU if it has one, else in main memory; 0 if unknown."""
+    """Returns the bytes that this process uses, on its GPU if it has one and otherwise in host memory; 0 if unknown."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/statm")

@@ -25,17 +25,17 @@ class DeviceFacts:
     names: tuple[str, ...]
     """All accelerators that torch sees."""
     driver: str | None
-    """The driver of NVIDIA's or AMD's GPUs, whether torch can use it or not."""
+    """The driver of NVIDIA's or AMD's GPUs, even if torch cannot use it."""
     toolkit: str | None
     """The toolkit that torch was built with, such as CUDA 13.0; None for the CPU only."""
     dtypes: tuple[torch.dtype, ...]
-    """The dtypes that a run is likely to multiply in on this device."""
+    """The probable dtypes of matrix products on this device."""
     memory_in_use_by_others: int
     """Bytes of the selected device that other processes use."""
 
 
 def device_facts() -> DeviceFacts:
-    """Returns the devices, and what the driver says about itself."""
+    """Returns the devices and the driver."""
     backend = pick_backend("auto")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     names = tuple(pick_backend(f"cuda:{number}").describe() for number in range(count))
@@ -55,7 +55,7 @@ def device_facts() -> DeviceFacts:
 
 
 def device_problems(facts: DeviceFacts) -> Sequence[tuple[str, str]]:
-    """Returns what is wrong with the devices, each with advice."""
+    """Returns the problems with the devices, each with advice."""
     problems = []
     if facts.driver is not None and not facts.names:
         if facts.toolkit is None:

@@ -1,4 +1,4 @@
-"""CUDA devices: what differs from a CPU, including the capture of CUDA graphs. backend.py has the contract."""
+"""The backend of CUDA devices, including the capture of CUDA graphs. backend.py has the contract."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CudaGraph:
         generator = torch.cuda.default_generators[stream.device.index]
         before = generator.clone_state()
         try:
-            # Data threads may pin memory at the same time: only calls of this thread are checked.
+            # Data threads may pin memory at the same time, so only calls of this thread are checked.
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 outputs = [each.detach() for each in run(views)]
                 self._packed = pack_scalars(outputs)
@@ -105,7 +105,7 @@ def is_repeated(tensor: Tensor) -> bool:
 
 
 def warn_of_constants(outputs: Sequence[Tensor], device: torch.device) -> None:
-    """Warns of outputs on another device, which replays do not update."""
+    """Warns about outputs on another device, which replays do not update."""
     for output in outputs:
         if output.device != device:
             logger.warning(
@@ -219,7 +219,7 @@ class CudaBackend(Backend):
     def record(
         self, run: Run, inputs: Sequence[torch.Tensor], *, parameters: Sequence[torch.Tensor] = ()
     ) -> tuple[Recording, list[torch.Tensor]]:
-        """Captures a CUDA graph and launches it: capturing alone computes nothing."""
+        """Captures a CUDA graph and launches it, because capturing alone computes nothing."""
         stream, shares_with = self._make_capture_stream(), next(iter(self._graphs), None)
         try:
             graph = CudaGraph(run, inputs, stream, parameters=parameters, shares_with=shares_with)
@@ -294,7 +294,7 @@ class CudaBackend(Backend):
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_repeated(tensor):
             return self._copy(tensor[(0,) * tensor.dim()]).expand(tensor.shape)
-        # Only copies from pinned memory do not wait; pinning here costs a host copy if the loader did not pin.
+        # Only copies from pinned memory are asynchronous; pinning here takes a host copy if the loader did not pin.
         source = tensor if tensor.is_cuda else tensor.pin_memory()  # the same tensor if it is pinned
         return source.to(self.device, non_blocking=True)
 
@@ -405,7 +405,7 @@ def begin_copies(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
 
 
 def _has_room(device: torch.device, num_bytes: int) -> bool:
-    """Returns True if the GPU has room for `num_bytes` in addition to the peak of this process so far."""
+    """Returns True if the GPU has memory for `num_bytes` in addition to the peak of this process so far."""
     free, total = torch.cuda.mem_get_info(device)
     limit = torch.cuda.get_per_process_memory_fraction(device) * total
     available = min(free + torch.cuda.memory_reserved(device), limit)

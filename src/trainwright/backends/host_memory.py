@@ -1,7 +1,7 @@
-"""The host's memory: what this process uses, its peak, what is available, and when Python collects garbage.
+"""Host memory: the usage and peak of this process, the available memory, and Python's garbage collection.
 
-Left alone, the garbage collector runs within a step, on one rank and then on another, and walks over everything torch
-has created: up to half a second in which the device is idle. `GarbageCollection` moves it between steps.
+By default, the garbage collector runs within a step, at different times on each rank, and visits every object that
+torch has created, which can leave the device idle for half a second. `GarbageCollection` moves it between steps.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def _read(path: Path) -> str:
 MAX_STEPS = 20
 """The most steps without a collection: a cycle may hold a batch, or other memory of the device."""
 FIRST_STEPS = 5
-"""The first collection comes early. It visits all objects of compilers and may take a second, next to a compilation
-that took a minute; at step 20 it would be an unexpected pause."""
+"""The first collection comes early. It visits all objects of compilers and may take a second, which is short compared
+with the compilation; at step 20 it would be an unexpected pause."""
 FULL_EVERY = 50
 """Every 50th collection visits all objects since the start; the others only those of the last steps."""
 FROZEN_BY_PYTHON = 1000

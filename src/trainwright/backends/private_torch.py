@@ -17,7 +17,8 @@ import torch
 # no substitute, since models ask tensors for their device.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# The only way to see every operation below autograd, whoever calls it. Documented in torch's notes on extending it.
+# The only way to intercept every operation below autograd, independent of the caller. Documented in torch's notes on
+# extending it.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # torch has no public functions for nested containers. These agree with torch.compile, DTensor and checkpointing about
@@ -61,14 +62,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Returns a context in which no dispatch mode is active, so that tensors made in it are real."""
+    """Returns a context without active dispatch modes, in which new tensors are real."""
     return cast(AbstractContextManager[Any], _disable_current_modes())
 
 
 def has_modes() -> bool:
     """Returns True while a function mode or a dispatch mode sees every operation.
 
-    `torch.overrides` says this of neither.
+    `torch.overrides` has no function for either.
     """
     return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
@@ -84,7 +85,7 @@ def arguments_of(operation: Any) -> Sequence[Any]:
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often the tensor, or a view of it, was written in place.
 
-    Autograd checks this counter for the tensors that it saves. It is documented, but has no other name.
+    Autograd checks this counter for the tensors that it saves. It is documented, but has no public name.
     """
     return tensor._version
 
@@ -109,7 +110,7 @@ def has_triton() -> bool:
 
 
 def compile_error() -> type[Exception]:
-    """Returns the class of all errors that torch.compile raises by itself, which is not exported."""
+    """Returns the base class of torch.compile's own errors, which is not exported."""
     from torch._dynamo.exc import TorchDynamoException
 
     return TorchDynamoException
@@ -126,7 +127,7 @@ def side_effects_once() -> AbstractContextManager[Any]:
     """Returns a context in which compiled code repeats no side effects while it recomputes activations.
 
     What a recomputed block puts into the event storage is then put in its first pass only. The setting belongs to the
-    process, so it holds for one call.
+    process, so it is set only for one call.
     """
     import torch._dynamo
 

@@ -1,6 +1,6 @@
-"""TPUs, with torch_tpu: what differs from a CPU. backend.py has the contract.
+"""The backend of TPUs, with torch_tpu. backend.py has the contract.
 
-torch_tpu makes a TPU an ordinary torch device, `tpu`, with eager execution, DTensor and FSDP2; a process has one. No
+torch_tpu adds the torch device `tpu`, with eager execution, DTensor and FSDP2; a process has one. No
 other file depends on it. docs/launching.md says what was tested.
 """
 
@@ -71,11 +71,11 @@ class TpuBackend(Backend):
         """Does nothing: torch_tpu keeps no peak."""
 
     def memory(self) -> MemoryFacts:
-        """Returns the total memory; torch_tpu 0.2 does not say how much of it is in use."""
+        """Returns the total memory; torch_tpu 0.2 does not report the usage."""
         return MemoryFacts(in_use=None, peak=None, total=_total_memory())
 
     def release_memory(self) -> None:
-        """Waits for the device, which then has freed unreferenced memory."""
+        """Waits for the device, after which unreferenced memory is free."""
         gc.collect()
         torch.accelerator.synchronize()
 
@@ -96,7 +96,7 @@ def has_tpu() -> bool:
 
 
 def reject_absent_tpu(label: str, *, where: object | None = None) -> None:
-    """Raises an error that says what is missing if torch finds no TPU."""
+    """Raises an error with the missing requirement if torch finds no TPU."""
     if has_tpu():
         return
     if importlib.util.find_spec("torch_tpu") is None:

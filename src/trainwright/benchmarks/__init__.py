@@ -1,1 +1,1 @@
-"""Benchmarks of language models: what `evaluation.benchmarks` can name."""
+"""Benchmarks of language models, for `evaluation.benchmarks`."""

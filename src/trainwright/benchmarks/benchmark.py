@@ -43,7 +43,8 @@ class Benchmark:
         """Returns a mapping for each sample: the values of `metrics`, and further facts for the file of results.
 
         A value of None is not counted. The model is in evaluation mode, and gradients are disabled. With sharded
-        parameters every rank must call the model equally often: a loop that may end early asks `all_agree` first.
+        parameters, every rank must call the model the same number of times: a loop that may end early calls `all_agree`
+        first.
         """
         raise NotImplementedError(f"{type(self).__name__} must define run_batch().")
 
@@ -58,14 +59,14 @@ class ConfiguredBenchmark:
     batch_size: int = 8
     """Samples per call of `run_batch`, on one rank."""
     log_samples: int = 100
-    """The number of samples in the file of results: the first ones."""
+    """The number of samples in the results file, beginning with the first."""
     where: object | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def batches(self, max_batches: int | None = None) -> list[list[int]]:
-        """Returns the numbers of the samples of each batch: the same batches for any number of ranks."""
+        """Returns the indices of the samples of each batch; the batches do not depend on the number of ranks."""
         count = len(self.samples) if max_batches is None else min(len(self.samples), max_batches * self.batch_size)
         lengths = [self.benchmark.length_of(sample) for sample in self.samples[:count]]
         order = sorted(range(count), key=lambda number: -lengths[number])

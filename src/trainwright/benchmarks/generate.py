@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainwright.benchmarks.benchmark import AllAgree, Benchmark
 from trainwright.benchmarks.questions import (
-    Prompts,
+    PromptTemplate,
     Row,
     check_settings,
     check_tokens,
@@ -105,10 +105,10 @@ def complete(
 class Generate(Benchmark):
     """The share of completions that agree with the answer, and `truncated`, the share that `max_new_tokens` cut off.
 
-    A row of `path` (.jsonl, .csv, .parquet) has the fields that `question` and `answer` name; a list of answers accepts
-    any of them. `prompt` is text with fields of the row in braces. A completion ends at the end token, the end of the
-    turn of a chat, or before one of the texts in `stop`. With `temperature` 0 each token is the most likely one, above
-    0 it is sampled from `seed` and the number of the row.
+    A row of `path` (.jsonl, .csv, .parquet) has the fields that `question` and `answer` name; if the answer is a list,
+    any of its items is accepted. `prompt` is text with fields of the row in braces. A completion ends at the end token,
+    the end of the turn of a chat, or before one of the texts in `stop`. With `temperature` 0, each token is the most
+    likely one; above 0, it is sampled with random numbers that depend on `seed` and the number of the row.
 
     `metric` is exact_match, contains, a function `file.py:name(prediction, answer, row)` that returns a number, or a
     list of those. `extract` is a regular expression for the part of a completion that is compared, its first group or
@@ -153,7 +153,7 @@ class Generate(Benchmark):
                 raise ConfigError(f"{name}: has no effect with temperature 0. Set temperature, or remove it.")
         self.path = path
         self.tokenizer = load_tokenizer(tokenizer, project_dir=project_dir)
-        self.prompts = Prompts(
+        self.prompts = PromptTemplate(
             tokenizer=self.tokenizer,
             template=("{question}" if chat else "Question: {question}\nAnswer:") if prompt is None else prompt,
             question=question,
@@ -171,7 +171,7 @@ class Generate(Benchmark):
         self._extract, self._extract_answer = _pattern(extract, "extract"), _pattern(extract_answer, "extract_answer")
         self._ignore_case, self._ignore_punctuation = ignore_case, ignore_punctuation
         self._sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        Sampling(max_new_tokens=max_new_tokens, **self._sampling)  # rejects impossible values before the first step
+        Sampling(max_new_tokens=max_new_tokens, **self._sampling)  # rejects invalid values before the first step
         self._seed = seed
         self._num_fewshot, self._fewshot_path = num_fewshot, fewshot_path
         self._max_samples = max_samples
@@ -204,7 +204,7 @@ class Generate(Benchmark):
                 check_tokens(model, each.ids, self.tokenizer)
                 if room is not None and self._max_new_tokens > room:
                     raise DataError(
-                        f"the prompt has {len(each.ids)} tokens, after which the model has room for {room}, but "
+                        f"the prompt has {len(each.ids)} tokens, after which the model has positions for {room}, but "
                         f"max_new_tokens is {self._max_new_tokens}. Lower it or num_fewshot, shorten the row, or use a "
                         "model with more positions."
                     )
@@ -268,7 +268,7 @@ class Generate(Benchmark):
         given = field_of(row, self._answer)
         listed = given if isinstance(given, list) else [given]
         if not listed:
-            raise DataError(f"{self._answer} is an empty list. Give at least one answer.")
+            raise DataError(f"{self._answer} is an empty list. Provide at least one answer.")
         return [text_of(each, self._answer) for each in listed]
 
     def _answers_of(self, row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""Multiple choice: which answer to a question the model finds most likely. `multiple_choice` in a run file."""
+"""Multiple choice: selects the answer with the highest likelihood. `multiple_choice` in a run file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from trainwright.benchmarks.benchmark import AllAgree, Benchmark
 from trainwright.benchmarks.questions import (
-    Prompts,
+    PromptTemplate,
     Row,
     check_settings,
     check_tokens,
@@ -54,7 +54,7 @@ class MultipleChoice(Benchmark):
     letters, one per line. With `answer_with: letter` the letters are scored instead of the texts.
 
     `normalize` divides the log-likelihood for acc_norm by the choice's number of characters, bytes or tokens. With
-    `chat` the prompt is a user's message, rendered with the chat template, as are messages in the question's field.
+    `chat`, the prompt is a user message and is rendered with the chat template, like messages in the question's field.
     The first `num_fewshot` rows of `fewshot_path` come before each question. `description` comes before everything.
     """
 
@@ -92,7 +92,7 @@ class MultipleChoice(Benchmark):
             prompt = lines.removeprefix("Question: ") if chat else f"{lines}\nAnswer:"
         self.path = path
         self.tokenizer = load_tokenizer(tokenizer, project_dir=project_dir)
-        self.prompts = Prompts(
+        self.prompts = PromptTemplate(
             tokenizer=self.tokenizer,
             template=prompt,
             question=question,
@@ -205,7 +205,7 @@ def _listed(choices: Sequence[str]) -> dict[str, str]:
 
 
 def _number_of(answer: Any, choices: list[str], labels: Sequence[Any] | None, *, name: str) -> int:
-    """Returns the number of the right choice: given as such, or by its label, text or letter."""
+    """Returns the number of the right choice, which is given as a number, or by its label, text or letter."""
     if labels is not None:
         known = [str(each) for each in labels]
         if str(answer) in known:

@@ -1,6 +1,6 @@
 """Rows of a file as prompts: templates over the fields of a row, few-shot examples, and chats.
 
-    open_rows(path) → rows → Prompts.context(row) → text → tokens
+    open_rows(path) → rows → PromptTemplate.context(row) → text → tokens
 
 multiple_choice.py and generate.py define the benchmarks.
 """
@@ -91,8 +91,8 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """The settings that turn a row into a prompt."""
+class PromptTemplate:
+    """The settings for converting a row to a prompt."""
 
     tokenizer: TextTokenizer
     template: str
@@ -100,15 +100,15 @@ class Prompts:
     question: str = "question"
     """The field that `{question}` stands for. Messages in it are rendered with the chat template."""
     description: str = ""
-    """Comes before everything else; in a chat it is the system's message."""
+    """The text before everything else; in a chat, the system message."""
     is_chat: bool = False
     chat_template: str | None = None
     """A template or, until `with_template`, a .jinja file; None: the tokenizer's own."""
     delimiter: str = " "
-    """Between a prompt and its answer, except in a chat."""
+    """The text between a prompt and its answer, except in a chat."""
     fewshot_delimiter: str = "\n\n"
 
-    def with_template(self, project_dir: str | Path | None) -> Prompts:
+    def with_template(self, project_dir: str | Path | None) -> PromptTemplate:
         """Returns the same with the text of the chat template instead of its file."""
         if self.chat_template is None:
             return self
@@ -131,7 +131,7 @@ class Prompts:
         return Context("".join([self.description, *shown, asked]), is_chat=False)
 
     def ask(self, row: Row, extra: Mapping[str, str]) -> str | list[Message]:
-        """Returns the prompt of one row alone: text, or messages if its question is a list of them."""
+        """Returns the prompt of a single row: text, or messages if its question is a list of messages."""
         if self.question in row and isinstance(row[self.question], list):
             return read_messages(row[self.question], self.question)
 

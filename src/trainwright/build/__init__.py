@@ -1,1 +1,2 @@
-"""From a RunConfig to live objects: run.py is the order, components.py, data.py and parallelize.py the parts."""
+"""Builds the objects of a run from a RunConfig: run.py defines the order; components.py, data.py and parallelize.py
+build the parts."""

@@ -76,11 +76,11 @@ logger = logging.getLogger(__name__)
 
 
 MIN_REFERENCED_SHARE = 0.1
-"""The share of a model's bytes from which frozen pretrained weights are stored by reference."""
+"""The minimum share of a model's bytes for frozen pretrained weights to be stored by reference."""
 
 
 class Build:
-    """Builds each object as the config describes it (`Builder` in loop/trainer.py); records the used sections."""
+    """Builds each object as described by the config (`Builder` in loop/trainer.py), and records the used sections."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class Build:
         referenced: Mapping[str, str] = MappingProxyType({}),
         sections: Collection[str] = (),
     ) -> None:
-        """`kept` are the pretrained facts of an earlier start, if the weights come from its checkpoint.
+        """`kept` are the pretrained facts of an earlier start, if the weights come from a checkpoint.
 
-        `referenced` are the weights that its checkpoints store by reference, each with its source: then the folder is
-        read again. `sections` are those that will be built; default: all. An untrusted config that names code in them
-        raises.
+        `referenced` are the weights that its checkpoints store by reference, each with its source; in this case the
+        folder is read again. `sections` are those that will be built; default: all. An untrusted config that names code
+        in them raises.
         """
         reject_untrusted(config, sections=sections)
         self.config = config
@@ -120,13 +120,13 @@ class Build:
         self.fp8_layers: Fp8Layers | None = None
         """Which layers of the built model train in fp8; None without runtime.precision fp8."""
         self.first_has_weights = False
-        """True if only the first rank has weights; the model of the others is on the meta device."""
+        """True if only the first rank has weights; on the other ranks, the model is on the meta device."""
         self._trainer_class: type[Trainer] | None = None
         self._task: Task | None = None
         self._data_task: Task | None = None
         """The task if it builds the datasets."""
         self.recipes: dict[str, OptimizerRecipe] = {}
-        """How the optimizers of the config were built, by name."""
+        """Records of how the optimizers of the config were built, by name."""
         self.used: set[str] = set()
         """The sections from which an object was built."""
         self._splits: dict[str, Any] | None = None
@@ -159,8 +159,8 @@ class Build:
     def model(self) -> torch.nn.Module:
         """The task's model if it builds one, otherwise the `model` section.
 
-        If the model is sharded and no user code reads its weights, only the first rank creates them: a machine may have
-        memory for one copy of a large model, but not for one per rank.
+        If the model is sharded and no user code reads its weights, only the first rank creates them, because a machine
+        may not have memory for one copy of a large model per rank.
         """
         if self._task is not None and overrides(self._task, "build_model", Task):
             return self._task.build_model()
@@ -175,8 +175,8 @@ class Build:
         project_dir, origin = Path(self.project_dir), self.config.origin
         if self.ranks.mesh.is_split and section.reserved.get("quantize") is not None:
             raise ConfigError(
-                "model.quantize supports runtime.mesh.replicate alone: codes of 4 and 8 bits are not sharded, so that "
-                "every rank would keep all of them. Remove the other axes, or remove quantize.",
+                "model.quantize supports only runtime.mesh.replicate, because codes of 4 and 8 bits are not sharded. "
+                "Remove the other axes, or remove quantize.",
                 where=origin("model.quantize"),
             )
         is_split = self.ranks.size > 1 and self.ranks.mesh.is_split
@@ -190,9 +190,9 @@ class Build:
         return model
 
     def first_model(self) -> torch.nn.Module:
-        """The model again, with the weights that it has before the first step.
+        """Another copy of the model, with its weights before the first step.
 
-        The caller seeds the generators as before the model. Pretrained weights are read again, also in a run that
+        The caller seeds the generators as for the model. Pretrained weights are read again, also in a run that
         resumes.
         """
         assert self._trainer_class is not None
@@ -201,7 +201,7 @@ class Build:
         return self._trainer_class.build_model(again)
 
     def model_of(self, label: str, section: Mapping[str, Any]) -> torch.nn.Module:
-        """The model of a further model section, which is the setting `label`, such as `trainer.teacher`."""
+        """The model of another model section; `label` is the setting, such as `trainer.teacher`."""
         own = self.config.model
         if "type" not in section and own is None:
             where = self.config.origin(label)
@@ -222,9 +222,9 @@ class Build:
         return model
 
     def part(self, kind: str, label: str, section: Mapping[str, Any], *, called_with: Sequence[str] = ()) -> Any:
-        """The object of a further component, which is the setting `label`, such as `trainer.rewards.0`.
+        """The object of another component; `label` is the setting, such as `trainer.rewards.0`.
 
-        A function that has one of the parameters `called_with` is not called, but is itself the object.
+        A function that has one of the parameters `called_with` is itself the object and is not called.
         """
         component = Component.from_mapping(section).located_at(self.config.origin(label))
         where, project_dir = component.origin, self.project_dir
@@ -243,7 +243,7 @@ class Build:
         return partial(target, **arguments)
 
     def config_of(self, model: torch.nn.Module) -> RunConfig:
-        """The config whose model section is that of a model of `model_of`; the run's for any other model."""
+        """A config with the model section of a model of `model_of`; the run's config for any other model."""
         section = self._sections.get(id(model))
         return self.config if section is None else self.config.derive({"model": section})
 
@@ -269,13 +269,13 @@ class Build:
         }
 
     def freeze_rules(self) -> list[FreezeRule]:
-        """The entries of `model.freeze` that end during the run; all entries if there is one."""
+        """The entries of `model.freeze` if any of them ends during the run; empty otherwise."""
         given = {} if self.config.model is None else self.config.model.reserved
         rules = read_freeze(given["freeze"]) if "freeze" in given else []
         return rules if any(any(rule[1:]) for rule in rules) else []
 
     def train_data(self) -> Any:
-        """The task's training dataset if it builds one, otherwise `data.train`, divided by `data.split`.
+        """The task's training dataset if it builds one, otherwise `data.train` after `data.split`.
 
         None if there is none and the trainer overrides `next_train_inputs`, which then makes the batches.
         """
@@ -397,7 +397,7 @@ class Build:
     def name_fields(
         self, collator: Callable[[list[Any]], Any], trainer_class: type[Trainer], model: torch.nn.Module | None
     ) -> Callable[[list[Any]], Any]:
-        """Returns the collator, which gets tuple samples with the names of `data.fields`.
+        """Returns the collator, which receives tuple samples with the names of `data.fields`.
 
         Without the setting a classification trainer reads a pair as the model's first parameter and the label.
         """
@@ -408,7 +408,7 @@ class Build:
         if model is None or not issubclass(trainer_class, ClassificationTrainer):
             return collator
         if trainer_class.train_step is not Trainer.train_step:
-            return collator  # it may read a pair by itself
+            return collator  # it may read pairs itself
         own = trainer_class.forward if trainer_class.forward is not Trainer.forward else type(model).forward
         first = first_argument(own) or first_argument(type(model).forward)
         return collator if first is None else NamedFields(collator, (first, "labels"), has_default_names=True)
@@ -425,7 +425,7 @@ class Build:
         is_optimizer = section.startswith("trainer.optimizer") and not section.endswith(".schedule")
         if is_optimizer and model is None:
             raise ConfigError(
-                f"build_component: {section} needs the model whose parameters it updates. Give it as model=…, for "
+                f"build_component: {section} needs the model whose parameters it updates. Pass it as model=…, for "
                 'example model=build_component(config, "model").',
                 where=self.config.origin(section),
             )
@@ -513,7 +513,7 @@ class Build:
         return kind.model_validate({name: value for name, value in given.items() if name in kind.model_fields})
 
     def take_trainer(self, trainer_class: type[Trainer]) -> None:
-        """Sets the class that calls these methods: a user's own `build_model` may read the weights."""
+        """Sets the class that calls these methods, because a custom `build_model` may read the weights."""
         reject_wrong_methods(trainer_class, Trainer)
         reject_half_state(trainer_class, Trainer)
         self._trainer_class = trainer_class
@@ -540,7 +540,7 @@ class Build:
         return schedules
 
     def _schedule(self, label: str, component: Component | None, optimizer: Any, max_steps: int = 0) -> Any:
-        """Builds a schedule: a function of the step, or a scheduler over `optimizer`, as torch's are."""
+        """Builds a schedule: a function of the step, or a scheduler of `optimizer` such as torch's."""
         if component is None:
             return None
         target = registry.find(
@@ -560,7 +560,7 @@ class Build:
             options["metric"] = arguments.pop("metric")
         bare = Component(component.type, **arguments).located_at(component.origin)
         with warnings.catch_warnings():
-            # Nested schedulers are stepped while they are built.
+            # Nested schedulers step during their construction.
             warnings.filterwarnings("ignore", message=".*(lr_scheduler.step|optimizer.step)")
             length: int | None = max_steps
             if options.get("step_on") == "epoch":
@@ -631,7 +631,7 @@ class Build:
                 metric = self._make(
                     "metric", label, Component(component.type, **arguments).located_at(component.origin)
                 )
-            except ConfigError as error:  # of a built-in metric, which does not know its label
+            except ConfigError as error:  # of a built-in metric, which does not know the label
                 if error.where is not None or error.problem.startswith(label):
                     raise
                 argument = error.problem.partition(":")[0]
@@ -654,7 +654,7 @@ class Build:
         return made
 
     def benchmarks(self, model: torch.nn.Module) -> list[ConfiguredBenchmark]:
-        """The `evaluation.benchmarks` section, with the samples, which this model can be asked."""
+        """The `evaluation.benchmarks` section, with the samples, which are checked for this model."""
         if self.config.evaluation.benchmarks and self.ranks.mesh.size("pipeline") > 1:
             raise ConfigError(
                 "evaluation.benchmarks: no rank of runtime.mesh.pipeline has the whole model, which benchmarks call. "
@@ -664,7 +664,7 @@ class Build:
         return [self._benchmark(number, model) for number in range(len(self.config.evaluation.benchmarks))]
 
     def _benchmark(self, number: int, model: torch.nn.Module | None) -> ConfiguredBenchmark:
-        """Builds a benchmark, reads its samples and, given a model, checks that it can be asked them."""
+        """Builds a benchmark, reads its samples and, if a model is passed, checks that they are valid for it."""
         component, label = self.config.evaluation.benchmarks[number], f"evaluation.benchmarks.{number}"
         given = dict(component.arguments)
         settings = {name: given.pop(name) for name in ("batch_size", "log_samples") if name in given}
@@ -716,7 +716,7 @@ class Build:
     def _model_of_first(self, section: ModelSection) -> torch.nn.Module:
         """Builds the model with weights on the first rank, without memory on the others; collective.
 
-        All ranks get the facts of the pretrained folder, or the error of the first rank.
+        All ranks receive the facts of the pretrained folder, or the error of the first rank.
         """
         project_dir, origin = Path(self.project_dir), self.config.origin
         model: torch.nn.Module | None = None
@@ -749,7 +749,7 @@ class Build:
         """Hashes the weights of the pretrained folder that checkpoints may store by reference, on the first rank."""
         if facts is None or not self.ranks.is_first:
             return
-        # User code that gets the model next may freeze any of them.
+        # User code that receives the model next may freeze any of them.
         own = {
             name: each
             for name, each in weights_of(model).items()
@@ -760,8 +760,8 @@ class Build:
     def take_model(self, model: torch.nn.Module) -> None:
         """Finds the weights of the built model that checkpoints may store by reference; collective.
 
-        These are frozen and as in the pretrained folder. A small share of the model is not worth it, because the run
-        then needs the folder at each start. Called before the model is sharded.
+        They are frozen and equal to those of the pretrained folder. Not for a small share of the model, because the run
+        would need the folder at each start. Called before the model is sharded.
         """
         found: dict[str, str] = {}
         if self._loaded:
@@ -772,7 +772,7 @@ class Build:
             }
             if self._reader is None:
                 found = {name: self._loaded[id(each)] for name, each in own.items() if id(each) in self._loaded}
-            else:  # a user's own code may have changed or renamed them
+            else:  # user code may have changed or renamed them
                 known = set(self._loaded.values())
                 found = {name: digest for name, digest in hash_weights(own).items() if digest in known}
             self._loaded = {}
@@ -802,7 +802,7 @@ class Build:
             reject_other_than_matrices(owned, label=label, where=origin(label))
 
         def make(params: list[dict[str, Any]]) -> torch.optim.Optimizer:
-            # A user's optimizer may iterate over its parameters: it gets groups only if there are several.
+            # A custom optimizer may iterate over its parameters, so it receives groups only if there are several.
             is_plain = len(params) == 1 and not needs_kinds and params[0].keys() <= {"params", "param_names"}
             # Kinds are passed only if requested: a constructor with **kwargs would receive them too.
             whole = whole_of(model)
@@ -826,18 +826,19 @@ class Build:
         owned: Mapping[str, Any],
         model: torch.nn.Module,
     ) -> torch.optim.Optimizer:
-        """Builds an optimizer and records how, for parameters that become trainable during the run."""
+        """Builds an optimizer and records its groups, for parameters that become trainable during the run."""
         optimizer = self._optimizer(label, component, owned, model)
         make = partial(self._optimizer, label, component, model=model)
         self.recipes[name] = OptimizerRecipe(optimizer, owned, match, lambda parameters: make(owned=parameters))
         return optimizer
 
     def _trainable(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Returns the trainable parameters, those of all stages of a pipeline. Rejects a stage without any."""
+        """Returns the trainable parameters, those of all stages of a pipeline. Rejects a stage without trainable
+        parameters."""
         parameters = parameters_of_all_stages(model)
         seen: set[int] = set()
         trainable = {}
-        for name, parameter in parameters.items():  # tied parameters under their first name
+        for name, parameter in parameters.items():  # tied parameters by their first name
             if parameter.requires_grad and id(parameter) not in seen:
                 trainable[name] = parameter
             seen.add(id(parameter))
@@ -872,7 +873,7 @@ class Build:
         return dataset
 
     def _split_train_data(self) -> dict[str, Any]:
-        """Returns the splits of `data.split` by name, without evaluation sets that get no sample."""
+        """Returns the splits of `data.split` by name, without empty evaluation sets."""
         if self._splits is None:
             self._splits = {}
             if self.config.data.cut_off:
@@ -885,7 +886,7 @@ class Build:
         if is_stream(whole) or hasattr(type(whole), "make_order"):
             kind = "a stream" if is_stream(whole) else "a mixture"
             raise ConfigError(f"data.split: data.train is {kind}, which cannot be split. Use data.eval.", where=where)
-        if hasattr(type(whole), "repack"):  # splits documents: chunks of one must not be in two sets
+        if hasattr(type(whole), "repack"):  # splits documents, because chunks of one document must not be in two sets
             return {name: whole.repack(split) for name, split in self._divide(whole.source).items()}
         if isinstance(data.split, tuple):
             sizes = sizes_by_ratio(len(whole), data.split)
@@ -900,7 +901,7 @@ class Build:
                 )
         splits = dict(zip(("train", *data.cut_off), split(whole, sizes, seed=self.config.seed), strict=True))
         for name in [name for name, each in splits.items() if not len(each)]:
-            logger.warning("data.split: %d samples are too few for a set %s: it is left out.", len(whole), name)
+            logger.warning("data.split: %d samples are too few for a set %s: it is omitted.", len(whole), name)
             del splits[name]
         return splits
 
@@ -911,7 +912,7 @@ def is_called_later(target: Any, called_with: Sequence[str]) -> bool:
 
 
 def reject_loss(loss: Any, label: str, origin: registry.OriginOf) -> None:
-    """Rejects an object that cannot be `trainer.loss`, or whose value would depend on how a batch is split."""
+    """Rejects an object that is not a valid `trainer.loss`, or whose value would depend on how a batch is split."""
     kind = type(loss).__name__
     if not callable(loss):
         raise ConfigError(f"{label}: {kind} cannot be called with outputs and labels.", where=origin(label))
@@ -971,6 +972,6 @@ def describe_dtypes(model: torch.nn.Module) -> str:
             "Trained weights are float16: small gradients and updates underflow to 0, and loss scaling does not help "
             "the weights. Use fp32 weights (model.dtype) with runtime.precision for speed, or bf16 weights."
         )
-    # Integers are the codes of quantized weights, which have a line of their own.
+    # Integers are the codes of quantized weights, which are logged separately.
     names = sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters() if each.is_floating_point()})
     return "" if names in ([], ["float32"]) else f" in {' and '.join(names)}"

@@ -1,4 +1,4 @@
-"""From `data` sections to loaders: datasets with nested sources and processing, batches, and the number of steps."""
+"""Builds loaders from `data` sections: datasets with nested sources and processing, batches, the number of steps."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class DatasetBuilder:
                 )
             if weights and len(weights) < len(several):
                 missing = ", ".join(name for name in several if name not in weights)
-                raise ConfigError(f"{label}.sources: no weight for {missing}. Give all a weight, or none.")
+                raise ConfigError(f"{label}.sources: no weight for {missing}. Set a weight for all, or for none.")
             nested["sources"] = {name: build(f"sources.{name}", each) for name, each in several.items()}
             if weights:
                 nested["weights"] = weights
@@ -135,7 +135,7 @@ class DatasetBuilder:
             arguments,
             label="data.process",
             where=process.origin,
-            provided=tuple(parameters_of(function) or ())[:1],  # the row, whatever its name
+            provided=tuple(parameters_of(function) or ())[:1],  # the row, under any name
             origin_of=self._origin_of,
         )
         from trainwright.data.process import processed  # needs the package datasets
@@ -226,7 +226,7 @@ class Loaders:
                 if is_given:
                     raise ConfigError(
                         f"data.{name}: has no effect, because build_train_data returns a {type(dataset).__name__}. "
-                        f"Give it there: {name}=….",
+                        f"Set it there: {name}=….",
                         where=self._config.origin(f"data.{name}"),
                     )
             return dataset
@@ -275,24 +275,22 @@ class Loaders:
             )
         if len(set(self._ranks.gather(order.digest))) > 1:
             raise ConfigError(
-                "data.sampler: its passes differ between ranks, but every rank needs the same order, of which the loop "
-                "gives it a part. Do not read the rank in the sampler.",
+                "data.sampler: its passes differ between ranks, but every rank needs the same order, which the loop "
+                "divides among the ranks. Do not read the rank in the sampler.",
                 where=self._config.origin("data.sampler"),
             )
 
     def _reject_last_batch(self, dataset: Any) -> None:
-        """Rejects an end of epochs that the dataset cannot have."""
+        """Rejects a value of `last_batch` that the dataset does not support."""
         last_batch, problem = self._config.data.last_batch, None
         if is_stream(dataset) and last_batch == "straddle":
-            problem = "data.train is a stream, each pass of which ends with a smaller batch. Use short or drop."
+            problem = "data.train is a stream, and each of its passes ends with a smaller batch. Use short or drop."
         elif last_batch == "drop" and hasattr(type(dataset), "make_order"):
-            problem = (
-                "drop cannot be used with a mixture, of which it would leave out samples of any source. Use short."
-            )
+            problem = "drop cannot be used with a mixture, because it would drop samples of any source. Use short."
         elif last_batch == "short" and getattr(dataset, "same_source_batches", False):
             problem = (
-                "short moves the beginnings of batches, but with same_source_batches they must be multiples of "
-                "trainer.global_batch_size. Remove one of the two."
+                "short shifts the first samples of batches, but with same_source_batches their positions must be "
+                "multiples of trainer.global_batch_size. Remove one of the two."
             )
         if problem is not None:
             raise ConfigError(f"data.last_batch: {problem}", where=self._config.origin("data.last_batch"))
@@ -315,7 +313,8 @@ class Loaders:
             return EvalData(dataset, **arguments)
 
     def _sum_counts(self, num_samples: int, num_alive: int, num_gone: int) -> tuple[int, ...]:
-        """Sums the counts of a batch over ranks: samples that ranks share count once, every rank that leaves counts."""
+        """Sums the counts of a batch over ranks; samples that ranks share count once, and every rank that stops
+        counts."""
         is_loss_rank = self._ranks.mesh.is_loss_rank
         return self._ranks.sum_counts(num_samples * is_loss_rank, num_alive * is_loss_rank, num_gone)
 
@@ -360,18 +359,18 @@ def reject_without_dataset(config: RunConfig) -> None:
 
 
 def reject_sampler(config: RunConfig, dataset: Any) -> None:
-    """Rejects a sampler of a dataset without an index, or with an order of its own."""
+    """Rejects a sampler for a dataset that has no index, or that defines its own order."""
     problem = None
     if is_stream(dataset):
         problem = f"data.train is a stream ({type(dataset).__name__}), whose samples have no index to draw. Remove it."
     elif hasattr(type(dataset), "make_order"):
-        problem = "data.train is a mixture, which has an order of its own: use its weights. Remove the sampler."
+        problem = "data.train is a mixture, which defines its own order: use its weights. Remove the sampler."
     if problem is not None:
         raise ConfigError(f"data.sampler: {problem}", where=config.origin("data.sampler"))
 
 
 def reject_parts_of_epochs(config: RunConfig, data: TrainingData) -> None:
-    """Rejects periods of epochs where there are none, or where their length is unknown."""
+    """Rejects periods in epochs if there are no epochs or their length is unknown."""
     for section in ("evaluation", "checkpoint", "log"):
         every, name = getattr(config, section).every_epochs, f"{section}.every_epochs"
         problem = None
@@ -388,7 +387,7 @@ def reject_parts_of_epochs(config: RunConfig, data: TrainingData) -> None:
 def may_make_batches(trainer_class: type[Trainer], config: RunConfig) -> bool:
     """Returns True if the config has no `data.train` and the trainer overrides `next_train_inputs`.
 
-    Then the trainer makes the batches, unless it or the task builds a dataset.
+    The trainer then makes the batches, unless it or the task builds a dataset.
     """
     return config.data.train is None and trainer_class.next_train_inputs is not Trainer.next_train_inputs
 
@@ -396,8 +395,8 @@ def may_make_batches(trainer_class: type[Trainer], config: RunConfig) -> bool:
 def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tuple[int, int | None]:
     """Resolves max_steps, max_epochs, max_samples and max_tokens: the first limit that is reached ends the run.
 
-    Returns the number of steps, including `steps_done`, and of samples if the last batch may be short. The epochs of a
-    stream are not a number of samples, but the number of passes over it.
+    Returns the number of steps, including `steps_done`, and of samples if the last batch may be short. For a stream,
+    epochs count passes over it, not samples.
     """
     trainer = config.trainer
     where = config.origin("trainer")
@@ -444,8 +443,8 @@ def limits(config: RunConfig, data: TrainingData, *, steps_done: int = 0) -> tup
         steps.append(trainer.max_steps)
     if not steps and isinstance(data, StreamData):
         raise ConfigError(
-            "trainer: data.train is a stream, whose length is unknown. Give max_steps or max_samples too, because "
-            "schedules need an end. The run ends earlier if the stream does.",
+            "trainer: data.train is a stream, whose length is unknown. Set max_steps or max_samples too, because "
+            "schedules need an end. The run ends earlier if the stream ends.",
             where=where,
         )
     if not steps:

@@ -1,4 +1,4 @@
-"""Shards a built model as the mesh says and moves each rank's shards to its device."""
+"""Shards a model along the mesh and moves each rank's shards to its device."""
 
 from __future__ import annotations
 
@@ -66,9 +66,10 @@ def parallelize_model(
     first_has_weights: bool = False,
     for_training: bool = True,
 ) -> ParallelizedModel:
-    """Shards a model in place as the mesh says and moves its shards to the device; for training, uses fp8 if it is set.
+    """Shards a model in place along the mesh and moves its shards to the device; for training, uses fp8 if it is set.
 
-    With `first_has_weights` the model of every other rank is on the meta device; it gets its weights once sharded.
+    With `first_has_weights`, the model of every other rank is on the meta device and receives its weights after
+    sharding.
     """
     sent = None
     if first_has_weights:
@@ -96,7 +97,7 @@ def parallelize_model(
 
 
 def _reject_meta(model: torch.nn.Module, config: RunConfig) -> None:
-    """Raises for a model without values: one that was built on the meta device and never got any."""
+    """Raises for a model that was built on the meta device and was not initialized."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     empty = [name for name, value in tensors if value.is_meta]
     if empty:
@@ -183,7 +184,7 @@ def _split(
 def reject_own_steps(
     trainer_class: type[Trainer], task: Task, model: torch.nn.Module, config: RunConfig, mesh: Mesh
 ) -> None:
-    """Rejects a pipeline whose schedule would not call a user's own step, or that cannot divide the model."""
+    """Rejects a pipeline whose schedule would not call a custom step, or that cannot divide the model."""
     from trainwright.parallel.pipeline import reject_pipeline
 
     methods: list[tuple[type, str]] = [
@@ -261,7 +262,7 @@ def _warn_of_fsdp_settings(config: RunConfig) -> None:
 def gather_dtype(precision: str) -> torch.dtype | None:
     """Returns the dtype in which FSDP gathers parameters in a run of this precision; None: their own.
 
-    Under autocast matrix products round weights to bf16 anyway. fp16 has too small a range for some weights.
+    Under autocast, matrix products round weights to bf16 anyway. The range of fp16 is too small for some weights.
     """
     dtype = AUTOCAST_DTYPES.get(precision)
     return dtype if dtype == torch.bfloat16 else None

@@ -1,4 +1,4 @@
-"""From a RunConfig to a trainer that is ready to run: builds every object in order, then resumes.
+"""Builds a trainer from a RunConfig: every object in order, then resumes from a checkpoint.
 
 components.py builds single objects, data.py loaders; parallelize.py shards the model and moves it to its device.
 """
@@ -71,11 +71,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _FREE_METHODS = {"build_hooks", "build_writers"}
-"""Methods that may differ between two starts of a run: they do not affect the math."""
+"""Methods that may differ between two starts of a run, because they do not affect the math."""
 
 
 def recorded(config: RunConfig, trainer_class: type[Trainer] | None, task: Task | None = None) -> RunConfig:
-    """Returns the config that names the class and the task used instead of its own; None means its own."""
+    """Returns the config with the class and the task that replace its own; None keeps its own."""
     values: dict[str, Any] = {}
     if trainer_class is not None and not _names_trainer(config, trainer_class):
         values["trainer.type"] = _importable_type(trainer_class, config) or _in_code_type(trainer_class)
@@ -86,13 +86,14 @@ def recorded(config: RunConfig, trainer_class: type[Trainer] | None, task: Task 
 
 
 def unnamed_trainer(config: RunConfig, trainer_class: type[Trainer]) -> str | None:
-    """Returns the name of a class that trains a run although its config names another; None if it names this one."""
+    """Returns the name of a class that trains a run whose config names another class; None if the config names this
+    one."""
     name = shown_type(recorded(config, trainer_class).trainer)
     return None if name == shown_type(config.trainer) else name
 
 
 def component_of(task: Task | None, config: RunConfig) -> Component | None:
-    """Returns the section for a task: its class if that has no constructor, otherwise only its name."""
+    """Returns the section for a task: its class if it has no constructor, otherwise only its name."""
     if task is None or type(task) is Task:
         return None
     kind = type(task)
@@ -115,7 +116,7 @@ def shown_type(section: Any) -> str:
 
 
 def _names_trainer(config: RunConfig, trainer_class: type[Trainer]) -> bool:
-    """Returns True if the config names this class, one that differs in hooks and writers only, or the API it is of."""
+    """Returns True if the config names this class, a class that differs only in hooks and writers, or its API."""
     try:
         found = registry.find("trainer", config.trainer.type, project_dir=config.project_dir)
     except ConfigError:
@@ -130,7 +131,7 @@ def _names_trainer(config: RunConfig, trainer_class: type[Trainer]) -> bool:
 
 
 def _importable_type(kind: type, config: RunConfig) -> str | None:
-    """Returns the `type` with which a later process finds a class; None if it cannot be found."""
+    """Returns the `type` with which a later process can find a class; None if there is none."""
     reference = _reference(kind)
     for name, built_in in (*BUILT_INS["trainer"].items(), *BUILT_INS["task"].items()):
         if built_in == reference:
@@ -178,10 +179,10 @@ def build_trainer(
 
     Args:
         config: The settings of the run.
-        trainer_class: Used instead of the config's; config.yaml does not change, environment.json names the class.
-        fresh: Moves an earlier run of that name aside.
-        accept_changes: Continues although settings that affect the math differ.
-        evaluates: False: the evaluation sets are not used.
+        trainer_class: Replaces the config's class; config.yaml does not change, and environment.json names the class.
+        fresh: Renames the folder of an earlier run of that name.
+        accept_changes: Continues even if settings that affect the math differ.
+        evaluates: If False, the evaluation sets are not used.
     """
     if not isinstance(config, RunConfig):
         raise ConfigError(
@@ -229,10 +230,10 @@ def _build_trainer(
         config = settle_micro_batch(config, assemble_alone, backend=backend, ranks=ranks, folder=resumed)
     options: dict[str, Any] = {"evaluates": evaluates, "referenced": referenced}
     trainer, build = assemble(config, trainer_class, backend, ranks, folder, kept=kept, **options)
-    # The folder is not touched before: a config with an error moves nothing aside and leaves no files.
+    # The folder is not touched before this, so a config with an error does not rename or write anything.
     step, saved = _find_checkpoint(trainer, fresh=fresh, accept_changes=accept_changes)
     if step is None and kept is not None:
-        # No checkpoint is intact: the run starts over with the weights of the pretrained folder.
+        # No checkpoint is intact, so the run starts over with the weights of the pretrained folder.
         trainer, build = assemble(config, trainer_class, backend, ranks, folder, **options)
     if step is not None:
         _on_first_rank(ranks, partial(run_folders.check_frozen_models, folder, build.frozen_digests))
@@ -253,7 +254,7 @@ def _build_trainer(
 
 
 def build_alone(config: RunConfig, folder: Path) -> Trainer:
-    """Builds a trainer for trial steps of this process; restores no state and does not write to `folder`."""
+    """Builds a trainer for trial steps in this process; restores no state and does not write to `folder`."""
     config, backend, _ = _join(config)
     _reject_missing_fp8(config, backend)
     return assemble(config, None, backend, Ranks(), folder, evaluates=False)[0]
@@ -271,7 +272,7 @@ def _reject_missing_fp8(config: RunConfig, backend: Backend) -> None:
 
 
 def _log_start(trainer: Trainer, build: Build) -> None:
-    """Logs what runs, and where, and writes the summary of the model."""
+    """Logs the model, the data and the device of the run, and writes the summary of the model."""
     assert trainer.train_data is not None
     batch, num_parameters = trainer.context.batch_plan, _count_parameters(trainer)
     if trainer.ranks.is_first and not trainer.is_finished:
@@ -317,7 +318,7 @@ def _log_start(trainer: Trainer, build: Build) -> None:
 
 
 def _count_parameters(trainer: Trainer) -> int:
-    """Returns the number of parameters of the model, of which a pipeline stage has only its own."""
+    """Returns the number of parameters of the whole model, also in a pipeline stage."""
     own = count_weights(trainer.model)
     pipeline, mesh = trainer.context.updater.pipeline, trainer.ranks.mesh
     if pipeline is None:
@@ -346,10 +347,10 @@ def build_evaluator(config: RunConfig, trainer_class: type[Trainer] | None = Non
 def build_model(
     config: RunConfig, *, folder: Path | None = None, trainer_class: type[Trainer] | None = None
 ) -> torch.nn.Module:
-    """Builds the model alone, as the run's trainer and task do, with the run's seed; loads no checkpoint.
+    """Builds only the model, as the run's trainer and task do, with the run's seed; loads no checkpoint.
 
-    `folder` is the run folder if it is not where the config says. The caller's generators are not changed. A trainer
-    or task that was given in code is not needed unless it builds the model; `trainer_class` gives it again.
+    `folder` is the run folder if it differs from the config's. The caller's generators are not changed. A trainer or
+    task that was passed in code is needed only if it builds the model; pass it as `trainer_class`.
     """
     folder = folder or run_folders.run_folder(config)
     with preserve_generators():
@@ -367,10 +368,10 @@ def build_model(
 def build_component(
     config: RunConfig | str | os.PathLike[str], section: str, *, model: torch.nn.Module | None = None
 ) -> Any:
-    """Builds the object of one section, as a run does, without a trainer: `build_component(config, "data.train")`.
+    """Builds the object of one section without a trainer: `build_component(config, "data.train")`.
 
-    Datasets are processed and split as in the run, models have its first weights; the caller's generators are not
-    changed. What a trainer or a task builds instead of a section is not called.
+    Datasets are processed and split as in the run, and models have its initial weights; the caller's generators are not
+    changed. Methods of a trainer or a task that replace a section are not called.
 
     Args:
         config: A config, or the path of its file.
@@ -395,7 +396,7 @@ def build_component(
 
 
 def _join(config: RunConfig) -> tuple[RunConfig, Backend, Ranks]:
-    """Joins the other ranks and uses the first rank's name of the run: a name may contain the time."""
+    """Joins the other ranks and uses the first rank's name of the run, because a name may contain the time."""
     reject_untrusted(config)
     where = config.origin("runtime.device")
     backend = pick_backend(config.runtime.device, local_rank=processes.local_rank(), where=where)
@@ -504,7 +505,7 @@ def assemble(
             validation_dataset=eval_data,
             context=context,
         )
-    # From now on ranks draw different numbers.
+    # From here on, ranks draw different random numbers.
     _seed_everything(backend, mix_seed(config.seed, _RANK_STREAM, ranks.mesh.data_rank))
     return trainer, build
 
@@ -518,7 +519,7 @@ def _build_models(
     *,
     for_training: bool = True,
 ) -> tuple[ParallelizedModel, dict[str, torch.nn.Module]]:
-    """Builds the model, on every rank or on the first for all, shards it and moves it to the device.
+    """Builds the model on every rank, or on the first rank for all; shards it and moves it to the device.
 
     Also returns the trainer's frozen models by name, sharded in the same way.
     """
@@ -551,16 +552,16 @@ def _build_models(
             first_has_weights=any(ranks.gather(is_empty)),
             for_training=False,
         )
-    # A start that loads weights draws fewer numbers than one that initializes the model, and a rank that receives them
-    # draws none. Objects that are built next must not depend on that.
+    # A start that loads weights draws fewer random numbers than one that initializes the model, and a rank that
+    # receives weights draws none. The objects that are built next must not depend on that.
     _seed_everything(backend, mix_seed(build.config.seed, _PARTS_STREAM))
     return parallelized, frozen
 
 
 def _digest_models(models: Mapping[str, torch.nn.Module], ranks: Ranks) -> dict[str, str]:
-    """Returns a digest of the weights of each model, which are whole on the first rank; collective.
+    """Returns a digest of the weights of each model, which the first rank has in full; collective.
 
-    It is empty for an estimate's tensors, which have no values.
+    It is empty for the fake tensors of an estimate.
     """
     found = dict.fromkeys(models, "")
     if ranks.is_first:
@@ -590,10 +591,10 @@ def _with_precision(config: RunConfig, model: torch.nn.Module, backend: Backend,
 
 
 def _keep_precision(config: RunConfig, folder: Path, backend: Backend, ranks: Ranks) -> RunConfig:
-    """Returns the config with the precision of the run in this folder instead of `auto`, if it has checkpoints.
+    """Replaces `auto` by the precision of the run in this folder, if it has checkpoints.
 
-    Raises if the device does not support that precision, because the run would continue with other numbers. fp8 is not
-    kept, because it belongs to `runtime.fp8`: resuming without both is a change of settings, which raises.
+    Raises if the device does not support that precision, because the results would change. fp8 is not kept, because it
+    belongs to `runtime.fp8`: resuming without both is a change of settings, which raises.
     """
     if config.runtime.precision != "auto":
         return config
@@ -635,7 +636,8 @@ def _base_weights(
 
 
 def _kept_facts(config: RunConfig, folder: Path, ranks: Ranks) -> PretrainedFacts | None:
-    """Returns the facts of the pretrained folder from an earlier start if a checkpoint has the weights, else None."""
+    """Returns the facts of the pretrained folder from an earlier start if a checkpoint has the weights; None
+    otherwise."""
     if config.model is None or "pretrained" not in config.model.reserved:
         return None
 
@@ -677,7 +679,7 @@ def _on_first_rank(ranks: Ranks, function: Callable[[], T]) -> T:
 
 
 def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
-    """Returns the config with its derived values, as the run's config.yaml has them."""
+    """Returns the config with its derived values, as in the run's config.yaml."""
     folder = config.checkpoint.folder
     sizes = {
         "trainer.global_batch_size": batch.global_batch_size,
@@ -685,7 +687,7 @@ def _resolved(config: RunConfig, batch: BatchPlan, max_steps: int) -> RunConfig:
     }
     return config.derive(
         {
-            # Absolute: the run is found from anywhere.
+            # Absolute, so that the run is found from any working directory.
             "checkpoint.folder": folder if folder is None or is_address(folder) else str(Path(folder).absolute()),
             "trainer.max_steps": max_steps,
             **({} if batch.varies else sizes),
@@ -702,7 +704,8 @@ def _batch_of(config: RunConfig, num_data_ranks: int, *, for_training: bool, mak
 
 
 def _by_name(optimizers: Any, mesh: Mesh) -> dict[str, torch.optim.Optimizer]:
-    """Returns the optimizers by name; those that report values over all parameters get the group of stages."""
+    """Returns the optimizers by name; those that report values over all parameters receive the process group of the
+    stages."""
     named = dict(optimizers) if isinstance(optimizers, Mapping) else {"main": optimizers}
     for optimizer in named.values():
         if hasattr(optimizer, "stages"):
@@ -776,7 +779,7 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
         store.clean()
         step, saved = store.newest_intact(), run_folders.read_config(folder)
         if step is None:
-            cut_back(folder, 0)  # lines of a run that died before its first checkpoint
+            cut_back(folder, 0)  # lines of a run that ended before its first checkpoint
             if saved is not None and changed_settings(saved, config):
                 run_folders.forget_run_id(folder)
         elif saved is not None:
@@ -792,7 +795,7 @@ def _find_checkpoint(trainer: Trainer, *, fresh: bool, accept_changes: bool) -> 
 
 
 def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, counts_steps: bool) -> None:
-    """Adapts a restored trainer to changed limits, and truncates the log to its step.
+    """Applies changed limits to a restored trainer, and truncates the log to its step.
 
     The steps are counted again after a short last batch, or (`counts_steps`) with another batch size.
     """
@@ -805,7 +808,7 @@ def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, cou
     if saved is None or saved.derive(renamed).masked() != trainer.config.masked():
         trainer.reopen()  # it ended with other settings
     if trainer.ranks.is_first:
-        # A step that was saved before it was written is written again, so its lines are dropped too.
+        # A step that was saved before it was written is written again, so its lines are removed too.
         cut_back(trainer.folder, step - 1 if trainer.state.has_unfinished_step else step)
     logger.info("Resumed from %s, step %d of %d", trainer.context.store.path(step), step, trainer.max_steps)
     limit = saved.trainer.max_steps if saved is not None else None
@@ -818,7 +821,7 @@ def _resume(trainer: Trainer, config: RunConfig, saved: RunConfig | None, *, cou
 
 
 def reject_closure(optimizer: torch.optim.Optimizer, config: RunConfig, mesh: Mesh, *, label: str) -> None:
-    """Raises for an optimizer that computes the loss again (LBFGS) where that cannot work."""
+    """Raises for an optimizer that recomputes the loss (LBFGS) if this is not supported."""
     if not requires_closure(optimizer):
         return
     problem = None
@@ -837,7 +840,7 @@ def reject_closure(optimizer: torch.optim.Optimizer, config: RunConfig, mesh: Me
 def reject_steps_in_backward(
     optimizers: Mapping[str, torch.optim.Optimizer], config: RunConfig, ranks: Ranks, batch: BatchPlan
 ) -> None:
-    """Raises for `trainer.optimizer_in_backward` next to what needs all gradients before a weight changes."""
+    """Raises for `trainer.optimizer_in_backward` with a setting that needs all gradients before a weight changes."""
     trainer, anomalies, mode = config.trainer, config.anomalies, config.runtime.mode
     has_blocks = config.model is not None and "compile_repeated_blocks" in config.model.reserved
     cases = {
@@ -848,7 +851,7 @@ def reject_steps_in_backward(
         ),
         "several micro-batches": (
             batch.gradient_accumulation_steps > 1,
-            "their gradients are added up. Set trainer.micro_batch_size to the size of the batch",
+            "their gradients are accumulated. Set trainer.micro_batch_size to the size of the batch",
         ),
         "trainer.max_grad_norm": (
             trainer.max_grad_norm is not None,

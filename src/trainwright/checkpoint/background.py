@@ -1,12 +1,12 @@
-"""Writes checkpoints in a background thread: one at a time, with retries; the loop learns of failures.
+"""Writes checkpoints in a background thread: one at a time, with retries; the loop is notified of failures.
 
 ```
 save:    wait for the previous save → copy the state (snapshot.py) → pass it to the thread → return
 thread:  wait for the copy → write → commit (store.py) → links and deletions by policy (retention.py) → report
 failed:  warn → delete by policy → wait → write again, three times in all → give up this save
 ```
-The loop calls `check` and `take_committed` at each step; both read what the thread left and never wait. Where several
-ranks write (together.py), each has a saver: that of rank 0 retries, deletes and counts failures, the others follow it.
+The loop calls `check` and `take_committed` at each step; both read the thread's results and never wait. If several
+ranks write (together.py), each has a saver: rank 0's retries, deletes and counts failures, and the others follow it.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class BackgroundSaver:
     def save(self, step: int, parts: Mapping[str, Any] | HostSnapshot, *, metrics: Mapping[str, float]) -> None:
         """Starts a save after the previous one has ended; the state may change as soon as this returns.
 
-        `parts` may be encoded already, and are then what this rank writes. Raises for a state that cannot be saved;
-        `check` and `wait` raise failed writes.
+        `parts` may already be encoded, in which case this rank writes them unchanged. Raises for a state that cannot be
+        saved; failed writes are raised by `check` and `wait`.
         """
         if self._is_closed:
             raise CheckpointError(f"The saver is closed; step {step} was not saved. Create another one.")
@@ -105,7 +105,7 @@ class BackgroundSaver:
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="save checkpoints", daemon=True)
             self._thread.start()
-        # A single assignment: Ctrl-C comes before or after it, and `wait` wakes the thread again.
+        # A single assignment, so Ctrl-C arrives before or after it; `wait` wakes the thread again.
         with self._lock:
             self._job = _Job(step, snapshot, dict(metrics))
             self._changed.notify_all()
@@ -140,7 +140,7 @@ class BackgroundSaver:
         try:
             self.wait()
         finally:
-            # Also after Ctrl-C: the thread ends after its save, and as a daemon it does not delay the exit.
+            # Also after Ctrl-C: the thread ends after its save and, as a daemon, does not delay the exit.
             with self._lock:
                 self._is_closed = True
                 self._changed.notify_all()
@@ -161,7 +161,7 @@ class BackgroundSaver:
                     self._changed.notify_all()
 
     def _take_job(self) -> _Job | None:
-        """Waits for a save, or for `close` (None). Of two threads only one gets a save."""
+        """Waits for a save, or for `close` (None). Only one of two threads receives a save."""
         with self._lock:
             self._changed.wait_for(lambda: self._is_closed or (self._job is not None and not self._job.is_taken))
             job = self._job
@@ -171,7 +171,7 @@ class BackgroundSaver:
             return job
 
     def _write(self, step: int, snapshot: HostSnapshot, metrics: dict[str, float]) -> None:
-        """Writes, alone or with the other ranks; records success or failure, raises an unexpected error."""
+        """Writes, alone or with the other ranks; records success or failure, and raises unexpected errors."""
         self._last_failure = None
         together = self._together
         if together is None:
@@ -179,7 +179,7 @@ class BackgroundSaver:
             return
         with together.saving():
             if not together.is_leader:
-                # After a failure rank 0 decides for all whether saving continues.
+                # After a failure, rank 0 decides for all ranks whether saving continues.
                 try:
                     together.write_on_request(self._store, snapshot)
                 except (CheckpointError, OSError) as error:
@@ -202,7 +202,7 @@ class BackgroundSaver:
             try:
                 self._store.write_snapshot(step, snapshot, metrics=metrics, others=together)
             except (CheckpointError, OSError) as error:
-                # When the run has ended, lost ranks are not waited for again.
+                # After the end of the run, lost ranks are not waited for again.
                 if attempt == ATTEMPTS or (together is not None and together.is_closing):
                     self._give_up(step, error)
                     return
@@ -241,16 +241,18 @@ class BackgroundSaver:
         self._end.__cause__ = cause
 
     def _apply_policy(self) -> None:
-        """Moves the link `best` and deletes what the policy does not keep; a failure does not affect the save."""
+        """Moves the link `best` and deletes checkpoints that the policy does not keep; a failure does not affect the
+        save."""
         try:
             known = metrics_by_step(self._store)
             self._store.mark_best(self._retention.best(known))
             delete_all(self._store, self._retention.to_delete(known))
         except (CheckpointError, OSError) as error:
-            logger.warning("Old checkpoints stay until the next save: %s", error)
+            logger.warning("Old checkpoints are kept until the next save: %s", error)
 
     def _free(self, step: int, error: Exception) -> None:
-        """Deletes what the policy does not keep; on a full disk also leftovers and what this save would replace."""
+        """Deletes checkpoints that the policy does not keep; on a full disk, also leftovers and the checkpoint that
+        this save would replace."""
         num_coming = 0
         try:
             if is_disk_full(error):

@@ -1,7 +1,7 @@
-"""Frozen pretrained weights, which checkpoints store by reference: a source, and a hash of each weight.
+"""Frozen pretrained weights, which checkpoints store by reference: a source and a hash of each weight.
 
-build/ hashes them when the model is built. A save leaves out those that are still frozen and have the same bits; a
-start builds the model from the same source and compares the hashes.
+build/ hashes them when the model is built. A save omits those that are still frozen and bitwise unchanged; a start
+builds the model from the same source and compares the hashes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def hash_weights(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def bit_checksums(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """Returns two sums over the bits of each tensor, the second weighted by position, computed on its device.
 
-    Unlike version counters they notice changes through `.data`. Sharded tensors are summed on this rank alone.
+    Unlike version counters, they detect changes through `.data`. Sharded tensors are summed on this rank alone.
     """
     sums: list[torch.Tensor] = []
     for tensor in map(local, tensors):
@@ -78,7 +78,7 @@ def check_references(recorded: Mapping[str, Any], hashes: Mapping[str, str], *, 
     if other:
         more = ", …" if len(other) > 5 else ""
         raise CheckpointError(
-            f"It stores {len(expected)} frozen weights by reference to model.pretrained ({recorded['source']}), where "
+            f"It stores {len(expected)} frozen weights by reference to model.pretrained ({recorded['source']}), but "
             f"these differ now: {', '.join(other[:5])}{more}. Restore the files and the settings of the model that the "
             "run used.",
             where=where,
@@ -116,9 +116,9 @@ class BaseWeights:
     def complete(
         self, state: Mapping[str, Any], recorded: Mapping[str, Any], model: torch.nn.Module, *, where: object
     ) -> tuple[Mapping[str, Any], list[str]]:
-        """Returns a saved state for loading into the model, and the names of weights that the model has already.
+        """Returns a saved state for loading into the model, and the names of weights that the model already has.
 
-        Weights that the model was built with and that have changed since, because they were unfrozen, are read again.
+        Weights of the source that have changed since the model was built, because they were unfrozen, are read again.
         """
         names = check_references(recorded, self._hashes, where=where)
         changed = self._changed(model) & set(names)

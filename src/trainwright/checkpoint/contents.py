@@ -1,4 +1,4 @@
-"""What a checkpoint contains and how it is restored: the only list of a run's state.
+"""The contents of a checkpoint and how they are restored; this is the only list of a run's state.
 
 Parts: `model` (its state dict), `base` (references to frozen pretrained weights, which `model` lacks), `optimizers`
 (state by parameter name), `training` (step, data position, hooks, trainer, task, events, loss scale, schedules,
@@ -65,11 +65,11 @@ def collect(
     """Returns a checkpoint's parts. `generators` has one entry per data rank; `events` counts all ranks.
 
     `trainable` has the names of the trainable parameters and the base rates of the groups; None for a pipeline.
-    `own_states` are the states of the trainer and the task, by these names, as `merge_states` returns them. `averaged`
-    are the averaged weights and whether evaluations use them. `references` is the part `base`: the weights that it
-    names are left out of `model`. With `weights_only` there is no state to resume from.
+    `own_states` are the states of the trainer and the task by these names, as returned by `merge_states`. `averaged`
+    has the averaged weights, and whether evaluations use them. `references` is the part `base`; the weights that it
+    names are omitted from `model`. With `weights_only` there is no state to resume from.
     """
-    weights = model.state_dict()  # first: FSDP replaces gathered parameters by its sharded ones
+    weights = model.state_dict()  # first, because FSDP replaces gathered parameters by its sharded ones
     names = _names_by_parameter(model)
     if references:
         weights = {name: value for name, value in weights.items() if name not in references["hashes"]}
@@ -91,7 +91,7 @@ def collect(
             **progress,
             "data": dict(data),
             "hooks": {**unclaimed_hook_state, **{key: hook.state_dict() for key, hook in hooks.items()}},
-            # After the hooks: tensors that a hook's state has as well are stored once, under the hook's key.
+            # After the hooks: tensors that are also in a hook's state are stored once, under the hook's key.
             "averaged": averages,
             **own_states,
             "events": dict(events),
@@ -105,7 +105,7 @@ def collect(
 
 
 def reject_unsavable(hooks: Mapping[str, Stateful], owners: Iterable[Stateful] = ()) -> None:
-    """Rejects state that cannot be saved, before the run rather than at its first save.
+    """Rejects state that cannot be saved, before the run instead of at its first save.
 
     `owners` are the trainer and the task, if they have state.
     """
@@ -127,7 +127,7 @@ def state_of(owner: Stateful) -> Mapping[str, Any]:
 
 
 def copy_state(value: Any) -> Any:
-    """Returns a copy of a state, with tensors on their devices, that changes of the original do not affect."""
+    """Returns an independent copy of a state, with tensors on their devices."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
@@ -142,8 +142,8 @@ def copy_state(value: Any) -> Any:
 def merge_states(own: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Returns the state of a trainer or a task on all data ranks; collective.
 
-    `shared` has what is equal on every rank, and sharded tensors; `by_rank` the rest for each data rank, or nothing if
-    there is no rest. So weights that every rank keeps a copy of are stored once.
+    `shared` has values that are equal on every rank, and sharded tensors; `by_rank` has the others for each data rank,
+    and is empty if there are none. Replicated weights are therefore stored once.
     """
     if ranks.size == 1:
         return {"num_ranks": 1, "shared": own, "by_rank": []}
@@ -167,10 +167,11 @@ def restore_state(
     model: torch.nn.Module,
     accept_changes: bool = False,
 ) -> None:
-    """Loads the state of a trainer or a task that `merge_states` returned; tensors are laid out as those of hooks.
+    """Loads the state of a trainer or a task from the result of `merge_states`; tensors are sharded like those of
+    hooks.
 
-    State that differs between ranks belongs to as many ranks as have saved it: with another number it raises. With
-    `accept_changes` rank r then loads that of rank r modulo their number.
+    State that differs between ranks requires the number of ranks that saved it; any other number raises. With
+    `accept_changes`, rank r then loads the state of rank r modulo that number.
     """
     name = type(owner).__name__
     if saved is None:
@@ -227,7 +228,7 @@ def _union(one: Any, other: Any) -> Any:
 
 
 def _digest(leaves: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
-    """Returns what is equal on two ranks only if the value is; the same for all sharded tensors."""
+    """Returns a key that is equal on two ranks only if the value is equal; all sharded tensors have the same key."""
     found = {path: encode(value, accepts_shards=True) for path, value in leaves.items()}
     sums = iter(base_weights.bit_checksums(tensor for each in found.values() for tensor in each.tensors.values()))
     digests: dict[tuple[Any, ...], Any] = {}
@@ -238,7 +239,7 @@ def _digest(leaves: Mapping[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]
 
 
 def generator_state() -> dict[str, Any]:
-    """Returns the states of Python's and numpy's generators. Torch's are not saved: every step seeds them."""
+    """Returns the states of Python's and numpy's generators. Torch's are not saved, because every step seeds them."""
     return {"python": random.getstate(), "numpy": np.random.get_state()}
 
 
@@ -280,7 +281,7 @@ def load_model_state(
 ) -> None:
     """Loads weights in place; an error names mismatched keys with both shapes, and the `source` of the weights.
 
-    Keys of `other_stages` belong to other stages of a pipeline. The model has the values of `present` already.
+    Keys of `other_stages` belong to other stages of a pipeline. The model already has the values of `present`.
     """
     missing, unexpected = reject_other_model(
         state, model, source=source, strict=strict, other_stages=other_stages, present=present
@@ -302,7 +303,7 @@ def reject_other_model(
     other_stages: Collection[str] = (),
     present: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
-    """Raises if weights do not fit a model, which may be on the meta device; returns missing and unexpected keys."""
+    """Raises if weights do not match a model, which may be on the meta device; returns missing and unexpected keys."""
     own = model.state_dict()
     if not isinstance(state, Mapping):
         raise CheckpointError("model.json does not describe the weights of a model. Use another step.", where=source)
@@ -316,7 +317,7 @@ def reject_other_model(
         for key in state.keys() & own.keys()
         if isinstance(state[key], torch.Tensor | SplitTensor) and state[key].shape != own[key].shape
     ]
-    # A tied weight has several names, of which a state dict may contain one.
+    # A tied weight has several names; a state dict may contain only one of them.
     missing = sorted(own.keys() - state.keys() - {*present})
     unexpected = sorted(state.keys() - model.state_dict(keep_vars=True).keys() - {*other_stages})
     if wrong or (strict and (missing or unexpected)):
@@ -367,7 +368,7 @@ def load_averaged(
         if (name in own and own[name].shape != value.shape) or (name not in own and name not in other_stages)
     ]
     if wrong:
-        raise CheckpointError(f"The averaged weights do not fit the model: {'; '.join(wrong[:8])}.", where=source)
+        raise CheckpointError(f"The averaged weights do not match the model: {'; '.join(wrong[:8])}.", where=source)
     for name, value in averaged.items():
         if name not in own:
             continue
@@ -378,9 +379,10 @@ def load_averaged(
 
 
 def _fill_shards(value: Any, own: Any) -> Any:
-    """Returns the argument of load_state_dict for a key: a tensor that is sharded on disk or here is the model's own.
+    """Returns the argument of load_state_dict for a key; for a tensor that is sharded on disk or here, the model's own
+    tensor.
 
-    It is filled region by region, so that no second copy of the model exists.
+    It is filled region by region, without a second copy of the model.
     """
     if value is own:
         return own
@@ -423,7 +425,7 @@ def restore_optimizers(
             )
             continue
         if keep_settings:
-            # A parameter that is frozen by a setting that was accepted loses its state.
+            # A parameter that is frozen by a changed setting that was accepted loses its state.
             unowned = {*frozen} - {*_ordered_names(optimizer, names)}
             state_of_owned = {key: value for key, value in saved["state"].items() if key not in unowned}
             groups = _keep_settings(optimizer, saved["groups"])
@@ -434,9 +436,9 @@ def restore_optimizers(
 
 
 def _keep_settings(optimizer: torch.optim.Optimizer, saved: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the groups of an optimizer with its own settings, and what else the saved groups contain.
+    """Returns the groups of an optimizer with its own settings, and the other entries of the saved groups.
 
-    Some optimizers count steps in their groups (schedulefree's `k` and `weight_sum`): these are no settings.
+    Some optimizers count steps in their groups (schedulefree's `k` and `weight_sum`), which are not settings.
     """
     own = optimizer.state_dict()["param_groups"]
     settings = {"params", "param_names", "lr", "initial_lr", "fused", "foreach", "capturable"}
@@ -473,7 +475,8 @@ def _select_stage(
 
 
 def with_full_tensors(training: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part `training` with full tensors, except in the states that have tensors like the parameters."""
+    """Returns the part `training` with full tensors, except in states with tensors that are sharded like the
+    parameters."""
     sharded = ("hooks", "averaged", "trainer", "task")
     full = map_tensors(
         {key: value for key, value in training.items() if key not in sharded}, lambda each, _: as_whole(each)
@@ -548,7 +551,7 @@ def _take_apart(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> 
 
 
 def _put_together(optimizer: Any, parameter: torch.Tensor, values: Any) -> Any:
-    """Reverses `_take_apart`. The class is that of the optimizer's own tensors: a file cannot name another."""
+    """Reverses `_take_apart`. The class is that of the optimizer's own tensors; a file cannot name another class."""
     if not hasattr(optimizer, "_new_buffer"):
         return values
     for key, value in values.items():

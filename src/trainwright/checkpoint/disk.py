@@ -1,4 +1,4 @@
-"""The operations on a local disk that a checkpoint consists of: write and sync a file, rename, lock, link.
+"""The disk operations of a checkpoint: write and sync a file, rename, lock, link.
 
 store.py combines them; tensor_files.py has the file format of tensors. A test kills the process before each of these
 operations.
@@ -23,7 +23,7 @@ from trainwright.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Where the file system has no locks, the writer of a folder without a change for this long is considered dead.
+# On file systems without locks, the writer of a folder that has not changed for this long is considered dead.
 ABANDONED_SECONDS = 3600.0
 
 
@@ -63,8 +63,8 @@ def synced_file(folder: Path, name: str) -> Iterator[Callable[[bytes | memoryvie
 def range_reader(path: Path) -> Callable[[int, int], bytes]:
     """Returns a function that reads the bytes of a file between two offsets, fewer at its end.
 
-    The file is opened by each call, because a checkpoint may have more files than a process may open. A file that is
-    replaced between two calls raises: both together would be of no checkpoint.
+    The file is opened by each call, because a checkpoint may have more files than a process may open. Raises if the
+    file is replaced between two calls, because the bytes would belong to different checkpoints.
     """
     opened: tuple[int, ...] | None = None
 
@@ -107,7 +107,7 @@ def make_folder(folder: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a folder; fails if the target is a folder that is not empty, so nothing is overwritten."""
+    """Renames a folder; fails if the target is a nonempty folder, so nothing is overwritten."""
     source.rename(target)
 
 
@@ -157,7 +157,7 @@ def point_link(link: Path, target: str | None) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Holds a lock on `folder` that survives a rename and that the kernel releases when this process dies.
 
-    A process id would not work: a restarted container often has the same one.
+    A process id would not work, because a restarted container often has the same one.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Encodes nested plain values, tensors and arrays as JSON and named tensors, and decodes them bit for bit.
+"""Encodes nested plain values, tensors and arrays as JSON and named tensors, and decodes them exactly.
 
 Sharded tensors are encoded as the shards of this rank, and assembled from the shards of several files.
 """
@@ -32,7 +32,7 @@ class TensorLayout:
     placements: tuple[Any, ...]
 
     def is_written_here(self, first_of_stage: int, number: int = 0) -> bool:
-        """Returns True if this rank is the one, of those with the same shard, that writes the tensor of this number.
+        """Returns True if this rank, among those with the same shard, writes the tensor of this number.
 
         Replicas take turns by number, those along the replicated axes of the mesh that contains the first rank of the
         pipeline stage.
@@ -52,7 +52,7 @@ class TensorLayout:
         coordinate = self.mesh.get_coordinate()
         offsets, sizes = [0] * len(shape), list(shape)
         axes = [axis for axis, placement in enumerate(self.placements) if hasattr(placement, "dim")]
-        # A strided placement means that the axes after it shard first: FSDP shards what `tensor` left of a dim.
+        # A strided placement means that the later axes shard first: FSDP shards the shards along `tensor`.
         for axis in sorted(axes, key=lambda axis: hasattr(self.placements[axis], "split_factor")):
             dim = self.placements[axis].dim
             chunk = -(-sizes[dim] // self.mesh.size(axis))
@@ -70,7 +70,7 @@ class ShardLocation:
     shape: Sizes
     """The shape of the full tensor."""
     layout: TensorLayout | None = None
-    """How it is sharded in this run; None for a full tensor."""
+    """The sharding in this run; None for a full tensor."""
 
 
 def shard_location_of(tensor: Any) -> ShardLocation | str:
@@ -91,11 +91,11 @@ class StoredShard(Protocol):
     dtype: torch.dtype
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Returns a copy of the rows from `first` to before `last`; of a scalar, the scalar."""
+        """Returns a copy of the rows from `first` to before `last`; for a scalar, the scalar."""
 
 
 class SplitTensor:
-    """A tensor in shards, which are copied, or read from their files, only when a region is read.
+    """A tensor in shards, which are copied or read from their files only when a region is read.
 
     `shards` are pairs of offsets and shard; together they are the full tensor, or the available part of it.
     """
@@ -165,7 +165,7 @@ def as_split(tensor: torch.Tensor | StoredShard | SplitTensor) -> SplitTensor:
 
 
 def fill(target: torch.Tensor, source: torch.Tensor | SplitTensor) -> None:
-    """Copies values of the same shape into a tensor in place; into a DTensor those of this rank's shard."""
+    """Copies values of the same shape into a tensor in place; into a DTensor, those of this rank's shard."""
     offsets = None
     if is_split(target):
         location = shard_location_of(target)
@@ -247,7 +247,7 @@ _HINTS: Mapping[Any, str] = {
     (torch.Generator,): "save its get_state(), a tensor",
     (torch.nn.Module, torch.optim.Optimizer): "save its state_dict()",
 }
-"""What to save instead of values of these types."""
+"""Advice on what to save instead of values of these types."""
 
 # The dtypes that safetensors supports since 0.4.5. Others (complex, other floats) are stored as bytes.
 # In the sort order of safetensors, widest first, so that every tensor is aligned to its element size.
@@ -269,10 +269,11 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 
-# Deeper than any real state and far from Python's recursion limit, so a list that contains itself gets a clear error.
+# Deeper than any real state and far below Python's recursion limit, so a list that contains itself raises a clear
+# error.
 MAX_DEPTH = 100
 
-# safetensors stores its own header under this name; a tensor of that name makes the file unreadable.
+# safetensors stores its own header under this name; a tensor with that name makes the file unreadable.
 RESERVED_KEY = "__metadata__"
 
 KeyPath = tuple[str, ...]
@@ -292,10 +293,10 @@ class Encoded(NamedTuple):
 def encode(state: Any, *, name: str = "state", accepts_shards: bool = False) -> Encoded:
     """Returns the JSON tree of `state` and its tensors by dotted key; `name` starts the paths in errors.
 
-    The tensors are detached and contiguous, on the device they were on, and share memory with `state` where no copy
-    is needed: write them before the next update. The same view (tied weights) is stored once. Mappings are decoded as
-    dict, parameters as plain tensors, subclasses of str, int and float as those. With `accepts_shards` a DTensor is
-    encoded as this rank's shard, under the same key on every rank; without, it raises.
+    The tensors are detached and contiguous, on their devices, and share memory with `state` unless a copy is needed:
+    write them before the next update. The same view (tied weights) is stored once. Mappings are decoded as dict,
+    parameters as plain tensors, and subclasses of str, int and float as the base type. With `accepts_shards` a DTensor
+    is encoded as this rank's shard, under the same key on every rank; without, it raises.
     """
     encoder = _Encoder(name, accepts_shards=accepts_shards)
     return Encoded(encoder.encode(state, ()), encoder.tensors, encoder.shard_locations, encoder.split_paths)
@@ -304,8 +305,8 @@ def encode(state: Any, *, name: str = "state", accepts_shards: bool = False) -> 
 def decode(tree: Any, tensors: Mapping[str, torch.Tensor | SplitTensor]) -> Any:
     """Returns the state from the result of `encode`; tensors stay on their device and tied ones are one object.
 
-    A SplitTensor stays one. The tree may come from an untrusted file: only plain values, tensors and arrays are
-    created, whatever it contains.
+    A SplitTensor remains a SplitTensor. The tree may come from an untrusted file: only plain values, tensors and arrays
+    are created, independent of its contents.
     """
     try:
         return _Decoder(tensors).decode(tree)
@@ -330,7 +331,7 @@ class _Encoder:
     def encode(self, value: Any, path: KeyPath) -> Any:
         if len(path) > MAX_DEPTH:
             raise self._rejection(path, f"is nested more than {MAX_DEPTH} deep, or contains itself", value)
-        # numpy first: its float64 is also a Python float, and its str_ a str.
+        # numpy first, because its float64 is also a Python float, and its str_ a str.
         if isinstance(value, np.generic):
             dtype = self._numpy_dtype(value, path)
             return {"$scalar": value.tobytes().hex(), "dtype": dtype}
@@ -358,7 +359,7 @@ class _Encoder:
 
     def _encode_sequence(self, value: list[Any] | tuple[Any, ...], path: KeyPath) -> Any:
         if hasattr(value, "_fields"):
-            # It would be decoded as a plain tuple and fail much later, at resume.
+            # It would be decoded as a plain tuple, which would fail only at resume.
             raise self._rejection(path, "cannot be saved: a named tuple. Save its _asdict()", value)
         items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
         return {"$tuple": items} if isinstance(value, tuple) else items
@@ -397,7 +398,7 @@ class _Encoder:
         view = (*storage, *layout, tensor.is_conj(), tensor.is_neg())
         if view in self._views:
             return self._views[view][0]
-        # safetensors writes memory as it is: lazy conjugation and negation must be resolved first.
+        # safetensors writes memory unchanged, so lazy conjugation and negation must be resolved first.
         content = tensor.resolve_conj().resolve_neg().contiguous()
         if storage in self._storages and content.data_ptr() == tensor.data_ptr():
             content = content.clone()
@@ -407,7 +408,7 @@ class _Encoder:
         return node
 
     def _encode_shard(self, value: torch.Tensor, path: KeyPath) -> dict[str, Any]:
-        """Encodes this rank's shard of a DTensor; the same one (tied weights) once."""
+        """Encodes this rank's shard of a DTensor; a tied shard is stored once."""
         location = shard_location_of(value)
         problem = location if isinstance(location, str) else _tensor_problem(local(value))
         if problem is None and value.dtype not in DTYPE_NAMES:
@@ -439,7 +440,7 @@ class _Encoder:
 
     def _rejection(self, path: KeyPath, problem: str, value: Any) -> CheckpointError:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        # A list that contains itself has a path of 100 equal keys; eight of them are enough.
+        # A list that contains itself has a path of 100 equal keys; eight of them are sufficient.
         location = ".".join((self.name, *path[:8])) + (".…" if len(path) > 8 else "")
         return CheckpointError(f"{problem} (got {kind}). A checkpoint can contain {ALLOWED}.", where=location)
 
@@ -459,7 +460,7 @@ def _encode_plain(value: bool | int | float | str | bytes | None) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        # Python does not print integers of more than 4,300 digits in decimal, but does in hex.
+        # Python prints integers of more than 4,300 digits only in hex.
         return int(value) if abs(value) < 2**128 else {"$int": hex(value)}
     if isinstance(value, float):
         # JSON has no nan and inf, and there are 2**52 nans: keep the bits.
@@ -470,7 +471,7 @@ def _encode_plain(value: bool | int | float | str | bytes | None) -> Any:
     try:
         text.encode()
     except UnicodeEncodeError:
-        # Half a surrogate pair (in file names) is not UTF-8, and two halves would be merged in JSON.
+        # Half of a surrogate pair (in file names) is not UTF-8, and two halves would be merged in JSON.
         return {"$str": text.encode("utf-8", "surrogatepass").hex()}
     return text
 
@@ -537,7 +538,7 @@ class _Decoder:
 
 def _numpy_from(content: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     kind = np.dtype(dtype)
-    # The constructor below accepts them: bytes of the file would become addresses of objects, and execute code.
+    # The constructor below accepts them, so bytes of the file would become addresses of objects and execute code.
     if not isinstance(dtype, str) or kind.hasobject:
         raise CheckpointError(
             f"An array of {dtype!r} contains addresses and is never saved. Do not use this checkpoint."

@@ -1,4 +1,4 @@
-"""Keeps a second process out of a folder, and renames the folder of an earlier run. Does not import torch."""
+"""Prevents a second process from using a folder, and renames the folder of an earlier run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trainwright.errors import CheckpointError
 
 LOCK_FILE = ".lock"
 OLD = ".old"
-"""The suffix of a folder that --fresh has replaced."""
+"""The suffix of an earlier run folder that --fresh has renamed."""
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Renames the folder of an earlier run to NAME.old, which replaces the one before, and returns its new path."""
+    """Renames the folder of an earlier run to NAME.old, replacing the previous one, and returns its new path."""
     if not folder.exists():
         return None
     aside = folder.with_name(folder.name + OLD)
@@ -30,10 +30,10 @@ def set_aside(folder: Path) -> Path | None:
 
 
 class FolderLock:
-    """Keeps a second process out of a run folder; the kernel releases the lock when this process dies.
+    """Prevents a second process from using a run folder; the kernel releases the lock when this process dies.
 
-    A POSIX record lock belongs to this process alone: forked loader workers, which may outlive a killed run for
-    some seconds, do not hold it. A file system without locks is used without one.
+    A POSIX record lock belongs only to this process: forked loader workers, which may outlive a killed run for some
+    seconds, do not hold it. If the file system does not support locks, none is used.
     """
 
     def __init__(self, folder: Path, *, enabled: bool = True) -> None:
@@ -56,7 +56,7 @@ class FolderLock:
             self._file = None
 
     def reject_if_held(self) -> None:
-        """Raises if another process holds the lock; accesses nothing."""
+        """Raises if another process holds the lock; does not access the folder's files."""
         if self._enabled and self._path.exists():
             with self._path.open("r+", encoding="utf-8") as file:
                 self._acquire(file)

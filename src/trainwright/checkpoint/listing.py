@@ -1,4 +1,4 @@
-"""Lists the checkpoints in a folder or at an address by their manifests and file sizes, without reading tensors.
+"""Lists the checkpoints in a folder or at a URL by their manifests and file sizes, without reading tensors.
 
 For `trainwright checkpoints`; a run itself uses its store, which compares hashes. Does not import torch.
 """
@@ -36,11 +36,11 @@ class Listed:
     created: datetime | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     problem: str | None = None
-    """The damage; None: none that is visible without reading the content."""
+    """The damage; None if none is visible without reading the content."""
     is_unfinished: bool = False
-    """True while it is uploaded to a remote folder, or if its writer died; it is not a checkpoint."""
+    """True while it is uploaded to a remote folder, or if its writer died; it is not yet a checkpoint."""
     is_set_aside: bool = False
-    """True if it was found damaged and is kept under another name; a run ignores it."""
+    """True if it is damaged and kept under another name; a run ignores it."""
 
 
 def checkpoints_location(run: Path, config: RunConfig) -> str | Path:
@@ -67,7 +67,7 @@ def _list_local(folder: Path) -> Iterator[Listed]:
         raise CheckpointError(f"The folder cannot be listed: {error}.", where=folder) from error
     for name, path in paths.items():
         plain, aside, replaced = (one.fullmatch(name) for one in (STEP_NAME, _SET_ASIDE_NAME, _REPLACED_NAME))
-        # A checkpoint that is being replaced counts while no folder has its final name.
+        # A checkpoint that is being replaced counts as long as no folder has its final name.
         if replaced and f"step-{replaced[1]}" not in paths:
             plain = replaced
         if plain:
@@ -86,7 +86,7 @@ def _list_remote(address: str) -> Iterator[Listed]:
         if folder.is_set_aside:
             yield Listed(folder.step, folder.name, total, is_set_aside=True)
         elif folder.files and folder.number >= newest.get(folder.step, 0):
-            # Lower numbers were replaced, or are what dead writers left.
+            # Folders with lower numbers were replaced, or are leftovers of dead writers.
             if not folder.is_committed:
                 yield Listed(folder.step, folder.name, total, is_unfinished=True)
             else:

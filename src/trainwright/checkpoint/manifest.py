@@ -1,4 +1,4 @@
-"""MANIFEST.json: what makes a folder a checkpoint, with the size and hash of each of its files and its metrics.
+"""MANIFEST.json, which makes a folder a checkpoint: the size and hash of each file, and the metrics.
 
 store.py and remote_store.py write, verify and delete checkpoints. This module does not import torch, so that
 `trainwright runs` starts fast.
@@ -24,23 +24,23 @@ STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
 class UnknownFormatError(CheckpointError):
-    """A manifest is intact, but its format is not one that this trainwright reads."""
+    """A manifest is intact, but this version of trainwright does not support its format."""
 
 
 class UnreachableError(CheckpointError):
-    """A remote folder did not answer, or denied access. This says nothing about what it contains."""
+    """A remote folder did not answer, or denied access. The contents are unknown."""
 
 
 @dataclass(frozen=True)
 class FileFact:
-    """What the manifest records of a file."""
+    """The manifest's record of a file."""
 
     size: int
     """Bytes."""
     sha256: str
-    """The hash of the content, in hex."""
+    """The hash of the content in hex."""
     pieces: str = ""
-    """For tensors: the hashes of the file's pieces, one after another, so that a reader can verify what it reads."""
+    """For tensors: the hashes of the file's chunks in order, so that a reader can verify the chunks that it reads."""
 
     def check(self, *, where: object, size: int | None = None, sha256: str | None = None) -> None:
         """Raises if the size or the hash of the file at `where` differs; None: not known, not compared."""
@@ -52,7 +52,7 @@ class FileFact:
 
 
 def make_manifest(*, step: int, parts: list[str], files: Mapping[str, FileFact], metrics: Mapping[str, float]) -> bytes:
-    """Returns the bytes of the manifest of a checkpoint that is created now."""
+    """Returns the bytes of the manifest of a new checkpoint."""
     return render_manifest(
         {
             "format": FORMAT,
@@ -69,7 +69,8 @@ def make_manifest(*, step: int, parts: list[str], files: Mapping[str, FileFact],
 
 
 def render_manifest(content: Mapping[str, Any]) -> bytes:
-    """Returns the manifest's bytes, including a hash of the content: a flipped bit in a metric is damage too."""
+    """Returns the manifest's bytes, including a hash of the content, because a flipped bit in a metric is damage
+    too."""
     own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps({**content, "sha256": own}, indent=2) + "\n").encode()
 
@@ -114,7 +115,7 @@ def check_manifest_step(manifest: Mapping[str, Any], step: int, *, where: object
 def _has_valid_entries(content: Mapping[str, Any]) -> bool:
     """Returns True if every entry exists with its type; anyone can write a manifest with a valid hash."""
     try:
-        # A file is in this folder: "../x" and "/x" would read other files.
+        # A file must be in this folder; "../x" and "/x" would read other files.
         files = all(
             "/" not in name
             and name not in ("", ".", "..")

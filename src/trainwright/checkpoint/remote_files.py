@@ -1,7 +1,7 @@
 """A folder at an fsspec address (`s3://bucket/run`): list, read, put and delete files, with one kind of error.
 
-remote_store.py decides which file means what. This module does not import torch, so that `trainwright checkpoints`
-starts fast. Object stores have no folders and no rename; a put file exists whole or not at all.
+remote_store.py defines the meaning of the files. This module does not import torch, so that `trainwright checkpoints`
+starts fast. Object stores have no folders and no rename; uploads are atomic.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from trainwright.safe_text import is_masked, mask_secrets
 logger = logging.getLogger(__name__)
 
 DAMAGED_MANIFEST = "MANIFEST.damaged.json"
-"""The name of the manifest of a checkpoint that was found damaged; its files are kept, but it no longer counts."""
+"""The name of the manifest of a damaged checkpoint; its files are kept, but it no longer counts."""
 
 BLOCK_BYTES = 8 << 20
-# Of each file that is open, this many windows are kept in memory.
+# The number of windows of each open file that are kept in memory.
 _WINDOW_BYTES = 1 << 18
 _NUM_WINDOWS = 16
 
@@ -40,7 +40,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class RemotePath:
-    """An address for messages and hooks: joined with `/`, printed without a password. It opens no file."""
+    """A URL for messages and hooks: joined with `/`, printed without a password. It opens no file."""
 
     address: str
 
@@ -49,7 +49,7 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part of the address."""
+        """The last part of the URL."""
         return self.address.rstrip("/").rpartition("/")[2]
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class RemotePath:
 
 
 def is_address(folder: str | Path) -> bool:
-    """Returns True if `folder` is an address of another machine rather than a path of this one."""
+    """Returns True if `folder` is a remote URL and not a local path."""
     return isinstance(folder, str) and "://" in folder and not folder.startswith(_LOCAL_SCHEMES)
 
 
@@ -68,7 +68,7 @@ def local_path(folder: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What a listing reports of one file; None where the file system does not report it."""
+    """The properties of a file in a listing; None if the file system does not report them."""
 
     size: int | None
     modified: float | None
@@ -78,7 +78,7 @@ class RemoteFile:
 class StepFolder:
     """One folder of a step: `step-00000020`, or `step-00000020-2` for its replacement.
 
-    Nothing can be renamed, so a replacement has another name and the old one stays whole until it is committed.
+    Nothing can be renamed, so a replacement has another name, and the old folder stays complete until it is committed.
     """
 
     step: int
@@ -97,11 +97,11 @@ class StepFolder:
 
     @property
     def is_set_aside(self) -> bool:
-        """True if it was found damaged and kept."""
+        """True if it is damaged and was kept."""
         return DAMAGED_MANIFEST in self.files and not self.is_committed
 
     def is_unchanged_for(self, seconds: float) -> bool:
-        """Returns True if no file changed in this time; False where modification times are not known."""
+        """Returns True if no file changed in this time; False if modification times are not known."""
         times = [file.modified for file in self.files.values()]
         return all(modified is not None and time.time() - modified > seconds for modified in times)
 
@@ -120,7 +120,7 @@ class RemoteFolder:
             if match is None or kind != "directory":
                 continue
             key = (int(match[1]), int(match[2] or 1))
-            # "step-000000005" has the wrong width: its name could not be derived from its step.
+            # "step-000000005" has the wrong width: the name could not be derived from the step.
             if StepFolder(*key).name == name and step in (None, key[0]):
                 files = {inner: file for inner, (kind, file) in self._list(name).items() if kind == "file"}
                 found.append(StepFolder(*key, files))
@@ -140,9 +140,10 @@ class RemoteFolder:
         return bytes(self._call(name, lambda files, path: files.cat_file(path)))
 
     def range_reader(self, name: str, size: int) -> Callable[[int, int], bytes]:
-        """Returns a function that reads the bytes of a file of this size between two offsets, fewer at its end.
+        """Returns a function that reads the bytes of a file of this size between two offsets; fewer at the end of the
+        file.
 
-        Small ranges are read with their surroundings, because each request takes long.
+        Small ranges are read together with adjacent bytes, because each request takes long.
         """
 
         def read(start: int, stop: int) -> bytes:
@@ -207,7 +208,7 @@ class RemoteFolder:
             yield write
             self._call(name, lambda files, path: file.close())
         except BaseException:
-            # Now rather than when the object is deleted, which could be after the folder is.
+            # Now instead of when the object is garbage-collected, which could be after the folder is deleted.
             for end in ("discard", "close"):
                 with suppress(Exception):
                     getattr(file, end)()
@@ -225,7 +226,8 @@ class RemoteFolder:
             self._call(name, lambda files, path: files.rm_file(path))
 
     def delete_folder(self, folder: StepFolder) -> None:
-        """Removes a step folder, its manifest first: from then on it is not a checkpoint, even if interrupted."""
+        """Removes a step folder, its manifest first: from then on it is not a checkpoint, even if the removal is
+        interrupted."""
         self.delete(f"{folder.name}/{MANIFEST}")
         for name in folder.files:
             if name != MANIFEST:
@@ -238,7 +240,7 @@ class RemoteFolder:
     def _list(self, name: str) -> dict[str, tuple[str, RemoteFile]]:
         """Returns the entries of a folder; none if it does not exist.
 
-        Uses `ls`, not `find`, which omits what it cannot list: a checkpoint that is not listed is lost.
+        Uses `ls` and not `find`, which omits folders that it cannot list: a checkpoint that is not listed is lost.
         """
         try:
             entries = self._call(name, lambda files, path: files.ls(path, detail=True))
@@ -253,7 +255,7 @@ class RemoteFolder:
         }
 
     def _put(self, name: str, operation: Callable[[Any, str], _Result]) -> _Result:
-        """Puts a file; if its folder is missing, creates the folder and tries again. Object stores need none."""
+        """Uploads a file; if its folder is missing, creates the folder and tries again. Object stores need none."""
         try:
             return self._call(name, operation)
         except FileNotFoundError:
@@ -268,20 +270,20 @@ class RemoteFolder:
         path = self.path / name if name else self.path
         if is_masked(path.address):
             raise UnreachableError(
-                "The address has no credentials, because a run does not save them. Give it again: checkpoint.folder=….",
+                "The address has no credentials, because a run does not save them. Set it again: checkpoint.folder=….",
                 where=path,
             )
         try:
             import fsspec  # type: ignore[import-untyped]  # it has no type hints
 
-            # Looked up at each use: file systems with an event loop do not survive a fork.
+            # Looked up at each use, because file systems with an event loop do not survive a fork.
             files, inner = fsspec.url_to_fs(path.address)
             # A listing cached before an upload would make the upload look failed.
             files.invalidate_cache()
             return operation(files, inner)
         except FileNotFoundError:
             raise
-        except Exception as error:  # each file system has its own errors
+        except Exception as error:  # each file system has its own exceptions
             problem = mask_secrets(f"{type(error).__name__}: {error}").rstrip(".")
             advice = "Check the address, the access to it and the network."
             if isinstance(error, ImportError):

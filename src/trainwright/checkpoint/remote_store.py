@@ -1,4 +1,4 @@
-"""Checkpoints at an fsspec address (`s3://bucket/run`): files first, MANIFEST.json last, and its presence commits.
+"""Checkpoints at an fsspec URL (`s3://bucket/run`): files first, MANIFEST.json last, whose presence commits.
 
 `open_store` chooses between this store and the local one (store.py).
 """
@@ -56,15 +56,15 @@ class RemoteStore:
              step-N/MANIFEST.json → deleted, then its files
     delete:  step-N/MANIFEST.json → deleted, then its files
     ```
-    A crash between any two operations leaves the old or the new checkpoint of step N, both whole; `clean` removes
-    what is left over. A network failure is not damage: it raises UnreachableError, and nothing is set aside.
+    A crash between any two operations leaves the old or the new checkpoint of step N, both complete; `clean` removes
+    leftovers. A network failure is not damage: it raises UnreachableError, and no checkpoint is renamed.
     """
 
     def __init__(self, address: str) -> None:
         self._remote = RemoteFolder(address)
         self._names: dict[int, str] = {}
         self._attempts: dict[int, int] = {}
-        """By step, the number of the last folder that this store has written into."""
+        """By step, the number of the last folder that this store has written to."""
 
     @property
     def folder(self) -> RemotePath:
@@ -72,30 +72,30 @@ class RemoteStore:
         return self._remote.path
 
     def path(self, step: int) -> RemotePath:
-        """Returns the folder of `step`, whether or not it exists: the last one seen, else `step-N`. No request."""
+        """Returns the folder of `step`, whether or not it exists: the last known one, or `step-N`. No request."""
         check_step(step, where=self.folder)
         return self.folder / self._names.get(step, StepFolder(step, 1).name)
 
     def steps(self) -> list[int]:
-        """Returns the committed steps, ascending. Looks for manifests only; `verify` compares contents."""
+        """Returns the committed steps, ascending. Only looks for manifests; `verify` compares contents."""
         return sorted({folder.step for folder in self._remote.step_folders() if folder.is_committed})
 
     def write(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float]) -> RemotePath:
         """Saves `parts` as the checkpoint of `step`, replacing an existing one, and returns its folder.
 
-        When it raises, earlier checkpoints are unchanged and that of `step` is the old one, or this one where only
-        the response to the last request was lost.
+        When it raises, earlier checkpoints are unchanged, and that of `step` is the old one, or the new one if only the
+        response to the last request was lost.
         """
         return self.write_snapshot(step, encode_parts(parts, accepts_shards=False), metrics=metrics)
 
     def write_snapshot(
         self, step: int, snapshot: HostSnapshot, *, metrics: Mapping[str, float], others: OtherWriters | None = None
     ) -> RemotePath:
-        """Saves encoded parts, together with the files that the other ranks upload; otherwise as `write`."""
+        """Saves encoded parts, together with the files that the other ranks upload; otherwise like `write`."""
         check_part_names(snapshot.parts, where=self.path(step))
         earlier = self._remote.step_folders(step)
-        # Higher than every existing number, also of leftovers and failed attempts, whose uploads may end late: the
-        # files of a folder must be of one write.
+        # Higher than every existing number, including those of leftovers and failed attempts whose uploads may still
+        # end: all files of a folder must come from one write.
         number = 1 + max((folder.number for folder in earlier), default=0)
         target = StepFolder(step, max(number, 1 + self._attempts.get(step, 0)))
         self._attempts[step] = target.number
@@ -139,7 +139,7 @@ class RemoteStore:
     def read_split(self, step: int, part: str) -> Any:
         """Returns the state of one part with SplitTensors: reading a region of one downloads that region.
 
-        What is downloaded is compared with its hash, and no file is kept.
+        Downloads are compared with their hashes, and no file is kept.
         """
         folder = self._committed(step)
         manifest = self._remote.manifest(folder)
@@ -169,7 +169,7 @@ class RemoteStore:
     def newest_intact(self, *, set_aside: bool = True) -> int | None:
         """Returns the newest step that verifies, or None; damaged newer ones are named in a warning and kept.
 
-        Setting aside renames the manifest to MANIFEST.damaged.json. Only the run itself does that.
+        The manifest is renamed to MANIFEST.damaged.json. Only the run itself renames checkpoints.
         """
         folders = [(folder, folder.name) for folder in reversed(self._remote.step_folders()) if folder.is_committed]
         intact = find_intact(folders, self._verify, self._set_aside if set_aside else None)
@@ -179,10 +179,11 @@ class RemoteStore:
         return intact.step
 
     def delete(self, step: int) -> None:
-        """Removes the checkpoint of `step`; it counts until its manifest is deleted, which happens first."""
+        """Removes the checkpoint of `step`, the manifest first; it counts as a checkpoint until the manifest is
+        deleted."""
         self._committed(step)
         folders = [folder for folder in self._remote.step_folders(step) if folder.is_committed]
-        # All manifests before any file, those of hidden folders first: none may become visible again.
+        # All manifests before any file, those of hidden folders first, so that none becomes visible again.
         for folder in folders:
             self._remote.delete(f"{folder.name}/{MANIFEST}")
         self._names.pop(step, None)
@@ -193,9 +194,10 @@ class RemoteStore:
         """Does nothing: object stores have no links."""
 
     def clean(self) -> None:
-        """Removes what dead writers left and what was replaced; damaged checkpoints that were set aside stay.
+        """Removes leftovers of dead writers and replaced checkpoints; damaged checkpoints that were renamed are kept.
 
-        No lock shows whether a writer is alive: files without a manifest are removed after an hour without a change.
+        There are no locks that show whether a writer is alive: files without a manifest are removed after an hour
+        without a change.
         """
         folders = self._remote.step_folders()
         newest = {folder.step: folder.number for folder in folders if folder.is_committed}
@@ -208,7 +210,7 @@ class RemoteStore:
                 try:
                     self._remote.delete_folder(folder)
                 except CheckpointError as error:
-                    logger.warning("A leftover stays in the checkpoints folder: %s", error)
+                    logger.warning("A leftover in the checkpoints folder could not be removed: %s", error)
 
     def _created(self, folder: str, name: str) -> AbstractContextManager[Write]:
         return self._remote.created(f"{folder}/{name}")
@@ -235,7 +237,7 @@ class RemoteStore:
         manifest = self._remote.manifest(folder)
         check_manifest_step(manifest, folder.step, where=where)
         facts = {name: FileFact(**fact) for name, fact in manifest["files"].items()}
-        # The sizes of all, which are already known, before the content of any.
+        # All sizes, which are already known, before any content.
         for name, fact in facts.items():
             if name not in folder.files:
                 raise CheckpointError(f"The file is missing; {MANIFEST} names it.", where=where / name)
@@ -262,7 +264,7 @@ class RemoteStore:
         fact.check(size=size, sha256=digest.hexdigest(), where=where)
 
     def _set_aside(self, folder: StepFolder) -> str:
-        """Renames the manifest of a damaged checkpoint and returns a sentence for the warning; keeps its files."""
+        """Renames the manifest of a damaged checkpoint and returns a sentence for the warning; the files are kept."""
         try:
             self._remote.put(f"{folder.name}/{DAMAGED_MANIFEST}", self._remote.read(f"{folder.name}/{MANIFEST}"))
             self._remote.delete(f"{folder.name}/{MANIFEST}")
@@ -277,7 +279,7 @@ AnyStore: TypeAlias = CheckpointStore | RemoteStore
 
 
 def open_store(folder: str | Path) -> AnyStore:
-    """Returns the store in `folder`, a path or an fsspec address; accesses nothing. `file://` is a local path."""
+    """Returns the store in `folder`, a path or an fsspec URL, without accessing it. `file://` is a local path."""
     if is_address(folder):
         return RemoteStore(str(folder))
     return CheckpointStore(local_path(folder))

@@ -1,4 +1,4 @@
-"""Resuming a run from its folder: which settings may have changed, and from which checkpoint.
+"""Resumes a run from its folder: which settings may have changed, and which checkpoint is used.
 
 Running the same command again resumes the run. Settings that do not affect the math may change; any other change
 raises by name.
@@ -30,7 +30,7 @@ FREE_SETTINGS = (
     *("runtime.compile_backend", "runtime.compile_mode", "runtime.compile_options", "runtime.compile_memory_budget"),
     *("runtime.deterministic", "runtime.max_graph_breaks", "runtime.device"),
 )
-"""Settings, with all below them, that do not affect the losses and weights of further updates."""
+"""Settings, including all nested ones, that do not affect the losses and weights of later updates."""
 
 _CODE = "trainer.code."
 """The settings that have fingerprints of code: see api/train_arguments.py."""
@@ -40,16 +40,16 @@ _ROWS = f"{_CODE}data"
 
 def changed_settings(saved: RunConfig, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Returns the settings that affect the math and differ: dotted name → (saved value, current value)."""
-    # The saved settings have no credentials: a URL with other ones is the same URL.
+    # The saved settings have no credentials, so URLs are compared without them.
     then, now = _with_defaults(saved.masked()), _with_defaults(config.masked())
     return {
         name: (then.get(name), now.get(name))
         for name in dict.fromkeys([*then, *now])
-        # By repr as well: nan is not equal to itself, also within a list.
+        # By repr as well, because nan is not equal to itself, also within a list.
         if then.get(name) != now.get(name)
         and repr(then.get(name)) != repr(now.get(name))
         and not any(name == free or name.startswith(f"{free}.") for free in FREE_SETTINGS)
-        # Hooks may be added and removed, but an edited one is not the same.
+        # Hooks may be added and removed, but not edited.
         and not (name.startswith(f"{_CODE}hooks.") and (name not in then or name not in now))
     }
 
@@ -75,13 +75,13 @@ def reject_changes(saved: RunConfig, config: RunConfig, folder: object) -> None:
 
 
 def _describe_edit(then: str | None, now: str | None, *, edit: str) -> str:
-    """Describes the change between two fingerprints, a name and a hash each; None: there is no such code."""
+    """Describes the change between two fingerprints, each a name and a hash; None means that there is no such code."""
     before, after = ((each or "").rpartition(" ")[0] or "none" for each in (then, now))
     return f"{after} {edit}." if before == after else f"was {before}, is {after}."
 
 
 def reject_unknown_origin(checkpoint: object, folder: object) -> None:
-    """Raises for checkpoints whose settings are not known: another run of the same name may have written them."""
+    """Raises for checkpoints with unknown settings, because another run of the same name may have written them."""
     raise CheckpointError(
         f"{checkpoint} exists, but {folder} does not contain the settings that it was trained with. Another run may "
         "have written it. Choose another name, resume from it with --accept-changes, or start over with --fresh."
@@ -89,7 +89,7 @@ def reject_unknown_origin(checkpoint: object, folder: object) -> None:
 
 
 def reject_weights_only(checkpoint: object) -> None:
-    """Raises for the newest checkpoint of a run that would resume from it, but that has only weights."""
+    """Raises if the newest checkpoint, from which a run would resume, has only weights."""
     raise CheckpointError(
         "It has only weights (checkpoint.contents: weights), without the optimizers and the data position that a "
         "resumed run needs. Evaluate or export it, begin another run with the export as model.pretrained, or start "
@@ -128,10 +128,10 @@ def pick_step(store: AnyStore, step: int | str, *, best: KeepBest | None) -> int
 
 
 def _with_defaults(config: RunConfig) -> dict[str, Any]:
-    """Returns all settings by dotted name; those of the order that are not set have the value that they stand for."""
+    """Returns all settings by dotted name; settings of the order that are not set have their effective value."""
     settings = {"data.shuffle": True, "data.last_batch": "straddle", **dict(_flatten(config.to_dict()))}
     if config.data.sampler is not None:
-        del settings["data.shuffle"]  # false has no effect next to a sampler
+        del settings["data.shuffle"]  # false has no effect with a sampler
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints to delete: all but the newest few, the best by a metric, and every n-th.
+"""Selects the checkpoints to delete: all except the newest few, the best by a metric, and every n-th.
 
 The rules are pure functions of steps and metrics; only `prune` and `delete_all` change the disk, through a store. A
 run chooses its best checkpoint with `is_better` too, so both agree on nan and ties. Does not import torch.
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrunableStore(Protocol):
-    """What pruning needs of a store, local or remote."""
+    """The interface of a store, local or remote, for pruning."""
 
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending."""
@@ -36,7 +36,7 @@ class Retention:
     """The policy of `checkpoint.keep_last`, `keep_best` and `keep_every`. The newest and the best are never deleted."""
 
     keep_last: int | None
-    """How many of the newest checkpoints are kept; None: all."""
+    """The number of newest checkpoints that are kept; None: all."""
     keep_best: str | None = None
     """The metric whose best checkpoint is kept; None: no such rule."""
     mode: str = "min"
@@ -47,7 +47,7 @@ class Retention:
     def __post_init__(self) -> None:
         if self.keep_last is not None and self.keep_last < 1:
             problem = f"{self.keep_last} would delete the newest checkpoint"
-            raise ConfigError(f"{problem}. Use 1 or more, or leave it out to keep all.", where="checkpoint.keep_last")
+            raise ConfigError(f"{problem}. Use 1 or more, or omit it to keep all.", where="checkpoint.keep_last")
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(f"{self.keep_every} is not a period. Use 1 or more.", where="checkpoint.keep_every")
 
@@ -71,8 +71,7 @@ class Retention:
     def to_delete(self, metrics_by_step: Mapping[int, Mapping[str, float]], *, num_coming: int = 0) -> list[int]:
         """Returns the committed steps to delete, ascending.
 
-        `num_coming` checkpoints are about to be written and count as kept; the newest existing one stays in any
-        case.
+        `num_coming` checkpoints are about to be written and count as kept; the newest existing one is kept in any case.
         """
         if self.keep_last is None:
             return []
@@ -84,7 +83,8 @@ class Retention:
 
 
 def best_step(metrics_by_step: Mapping[int, Mapping[str, float]], *, metric: str, mode: str) -> int | None:
-    """Returns the step with the best value of `metric`, the earlier of equals; None if no step has a finite one."""
+    """Returns the step with the best value of `metric`, the earliest of equal ones; None if no step has a finite
+    value."""
     best: int | None = None
     for step in sorted(metrics_by_step):
         value = metrics_by_step[step].get(metric)
@@ -97,8 +97,8 @@ def best_step(metrics_by_step: Mapping[int, Mapping[str, float]], *, metric: str
 def is_better(value: float, best: float | None, mode: str) -> bool:
     """Returns True if `value` is better than `best` in `mode` ("min" or "max").
 
-    nan and the infinities never are: a run that diverged to inf must not be the best of "max". Any finite value is
-    better than None and nan. Equal is not better, so the earlier one stays.
+    nan and infinities are never better: a run that diverged to inf must not be the best of "max". Any finite value is
+    better than None and nan. An equal value is not better, so the earlier one is kept.
     """
     if mode not in ("min", "max"):
         raise ConfigError(f'The mode is {mode!r}. Use "min" or "max".', where="checkpoint.keep_best.mode")
@@ -123,20 +123,20 @@ def metrics_by_step(store: PrunableStore) -> dict[int, Mapping[str, float]]:
 def prune(store: PrunableStore, retention: Retention, *, num_coming: int = 0) -> list[int]:
     """Deletes by policy and returns the deleted steps; never the newest, never the best.
 
-    One whose manifest cannot be read neither counts nor is deleted: it would replace an intact one among the last,
-    and `newest_intact` sets it aside.
+    A checkpoint whose manifest cannot be read is neither counted nor deleted: it would replace an intact one among the
+    last, and `newest_intact` renames it.
     """
     return delete_all(store, retention.to_delete(metrics_by_step(store), num_coming=num_coming))
 
 
 def delete_all(store: PrunableStore, steps: Iterable[int]) -> list[int]:
-    """Deletes these steps and returns the deleted ones; one that cannot be deleted is named in a warning."""
+    """Deletes these steps and returns the deleted ones; warns about a step that cannot be deleted."""
     deleted = []
     for step in steps:
         try:
             store.delete(step)
         except CheckpointError as error:
-            logger.warning("An old checkpoint stays: %s", error)
+            logger.warning("An old checkpoint could not be deleted: %s", error)
             continue
         deleted.append(step)
     return deleted

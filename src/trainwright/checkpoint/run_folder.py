@@ -92,7 +92,7 @@ def unwritable(
 
 
 def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str | None = None) -> None:
-    """Writes config.yaml, without credentials, and environment.json, unless they exist with the same content.
+    """Writes config.yaml, without credentials, and environment.json, unless they already exist with the same content.
 
     `trainer` is the trainer's class, if it is not the one that the config names.
     """
@@ -117,7 +117,7 @@ def save_settings(folder: Path, config: RunConfig, device: str, *, trainer: str 
 def save_model_summary(folder: Path, model: torch.nn.Module, num_parameters: int) -> None:
     """Writes model.json, a summary: the classes and parameters of the model and its modules, two levels deep.
 
-    `num_parameters` is that of the whole model, of which a pipeline stage has only its own modules.
+    `num_parameters` is that of the whole model, because a pipeline stage has only its own modules.
     """
     rows: list[tuple[str, str, int, int]] = []
     for name, module in model.named_modules():
@@ -135,7 +135,7 @@ def save_model_summary(folder: Path, model: torch.nn.Module, num_parameters: int
 
 
 def write_frozen_models(folder: Path, digests: Mapping[str, str]) -> None:
-    """Writes the digests of the weights of a run's frozen models, if it has some, at its first start."""
+    """Writes the digests of the weights of a run's frozen models, if there are any, at its first start."""
     path = folder / FROZEN_FILE
     path.unlink(missing_ok=True)
     if digests:
@@ -145,7 +145,7 @@ def write_frozen_models(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def check_frozen_models(folder: Path, digests: Mapping[str, str]) -> None:
-    """Raises if a frozen model that a resumed run has built again has other weights than at the run's first start."""
+    """Raises if a frozen model that a resumed run has rebuilt has other weights than at the run's first start."""
     path = folder / FROZEN_FILE
     try:
         first = json.loads(path.read_text("utf-8"))
@@ -164,9 +164,9 @@ def check_frozen_models(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def run_id(folder: Path) -> str:
-    """Returns the id of the run in a folder, by which services that track runs know it; creates it at the first call.
+    """Returns the id of the run in a folder, which tracking services use; creates it at the first call.
 
-    It stays the same as long as the folder does: across resumes, numbers of processes and changed settings.
+    It stays the same as long as the folder exists: across resumes, numbers of processes and changed settings.
     """
     facts = _read_environment(folder)
     if _RUN_ID not in facts:
@@ -176,7 +176,7 @@ def run_id(folder: Path) -> str:
 
 
 def forget_run_id(folder: Path) -> None:
-    """Lets the next start create another id: the run begins again, with other settings."""
+    """Makes the next start create another id, because the run starts over with other settings."""
     facts = _read_environment(folder)
     if facts.pop(_RUN_ID, None) is not None:
         _write_environment(folder, facts)
@@ -194,7 +194,7 @@ def _write_environment(folder: Path, facts: dict[str, str]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file at once, unless it has this text: a kill must not lose the run's id."""
+    """Writes a file atomically, unless it already has this text, because a kill must not lose the run's id."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         replacement = path.with_suffix(".json.part")
         replacement.write_text(text, encoding="utf-8")
@@ -208,7 +208,7 @@ def read_config(folder: Path, *, trust: bool = False) -> RunConfig | None:
 
 
 def read_trainer(folder: Path) -> str | None:
-    """Returns the class that trained a run, or None if it is the one that its config names."""
+    """Returns the class that trained a run; None if it is the one named in its config."""
     return _read_environment(folder).get(_TRAINER)
 
 

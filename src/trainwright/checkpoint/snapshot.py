@@ -1,4 +1,4 @@
-"""Host snapshots: copies of a run's state in host memory, for saving while training continues and for rollback."""
+"""Host snapshots: copies of a run's state in host memory, for saving during training and for rollback."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class HostSnapshot:
         return sum(tensor.nbytes for encoded in self.parts.values() for tensor in encoded.tensors.values())
 
     def to_state(self) -> dict[str, Any]:
-        """Returns copies of the parts, which a loader may keep and training may change.
+        """Returns copies of the parts, which the caller may keep or change.
 
-        A DTensor comes back as a SplitTensor with this rank's shard.
+        A DTensor is returned as a SplitTensor with this rank's shard.
         """
         state = {}
         for part, encoded in self.parts.items():
@@ -60,7 +60,7 @@ class HostBuffers:
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
 
     def copy_to_host(self, parts: Mapping[str, Any] | HostSnapshot, *, overlaps: bool = False) -> HostSnapshot:
-        """Copies the state, which may be encoded already; the state may change when this returns.
+        """Copies the state, which may already be encoded; the state may change after this returns.
 
         With `overlaps` the copy may not be complete yet: call `wait` of the result before reading it.
         """

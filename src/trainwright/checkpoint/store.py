@@ -1,8 +1,8 @@
-"""Step folders on a local disk: written whole or not at all, verified by hash, set aside when damaged.
+"""Step folders on a local disk: written atomically, verified by hash, renamed if damaged.
 
-A checkpoint is `step-00001000/` with a MANIFEST.json that matches its files. `encoding.py` and `tensor_files.py` turn
-a state into files, `retention.py` decides which checkpoints to keep, `contents.py` what a run saves. One process
-writes, or several led by rank 0 (`together.py`); any number may read.
+A checkpoint is `step-00001000/` with a MANIFEST.json that matches its files. `encoding.py` and `tensor_files.py`
+convert a state to files, `retention.py` decides which checkpoints to keep, and `contents.py` what a run saves. One
+process writes, or several led by rank 0 (`together.py`); any number may read.
 """
 
 from __future__ import annotations
@@ -59,18 +59,19 @@ logger = logging.getLogger(__name__)
 
 PART_NAME = re.compile(r"[a-z][a-z0-9_-]*")
 
-# Folders that readers do not list as checkpoints: a staging folder is not yet one; an aside is a whole one whose
-# replacement is being moved in, and counts while the final name does not exist; a trash folder no longer is one.
+# Prefixes of folders that are not listed as checkpoints: a staging folder is not yet complete; an aside is a complete
+# checkpoint whose replacement is being moved in, and counts while the final name does not exist; a trash folder is
+# being deleted.
 STAGING, ASIDE, TRASH = ".staging", ".aside", ".trash"
 HIDDEN_NAME = re.compile(r"(\.staging|\.aside|\.trash)-step-(\d{8,})-[0-9a-f]+")
 
-# Links to a checkpoint for users: they are moved after a commit, and no code reads them.
+# Links to a checkpoint for users: they are updated after a commit, and no code reads them.
 LATEST, BEST = "latest", "best"
 TEMPORARY_LINK = re.compile(r"\.(latest|best)-[0-9a-f]+")
-# Left by a process that died while it checked that all ranks see this folder (together.py).
+# A leftover of a process that died while checking that all ranks see this folder (together.py).
 TOKEN = re.compile(r"\.shared-[0-9a-f]+")
 
-# Hashing is the cost of verifying; a file is hashed by one thread, several files by several.
+# Hashing dominates the cost of verifying; files are hashed in parallel, one thread per file.
 HASHING_THREADS = 4
 
 _Candidate = TypeVar("_Candidate")
@@ -103,7 +104,7 @@ class CheckpointStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # By step, the manifest's entries of the files that were found intact; a replaced checkpoint has others.
+        # By step, the manifest's entries of the files that were verified; a replaced checkpoint has other entries.
         self._verified: dict[int, Mapping[str, Any]] = {}
 
     def path(self, step: int) -> Path:
@@ -118,21 +119,21 @@ class CheckpointStore:
     def write(self, step: int, parts: Mapping[str, Any], *, metrics: Mapping[str, float]) -> Path:
         """Saves `parts` as the checkpoint of `step`, replacing an existing one, and returns its folder.
 
-        When it returns, the checkpoint survives a power failure. When it raises, earlier checkpoints are unchanged
-        and that of `step` is the old one or, where only the last sync failed, this one.
+        When it returns, the checkpoint survives a power failure. When it raises, earlier checkpoints are unchanged, and
+        that of `step` is the old one or, if only the last sync failed, the new one.
         """
         return self.write_snapshot(step, encode_parts(parts, accepts_shards=False), metrics=metrics)
 
     def write_snapshot(
         self, step: int, snapshot: HostSnapshot, *, metrics: Mapping[str, float], others: OtherWriters | None = None
     ) -> Path:
-        """Saves encoded parts, together with the files that the other ranks write; otherwise as `write`."""
+        """Saves encoded parts, together with the files that the other ranks write; otherwise like `write`."""
         final = self.path(step)
         check_part_names(snapshot.parts, where=final)
         try:
             make_folder(self.folder)
             staging = self._hidden(STAGING, step)
-            # Not mkdtemp, whose folders only their owner may read: this one becomes the checkpoint.
+            # Not mkdtemp, whose folders only their owner may read, because this folder becomes the checkpoint.
             staging.mkdir()
         except OSError as error:
             _raise_unwritten(final, error)
@@ -146,7 +147,7 @@ class CheckpointStore:
                         files |= write_part(create, part, encoded)
                 if others is not None:
                     files |= others.wait_for_files()
-                # The manifest last: every file that it names is on the disk.
+                # The manifest is written last, when every file that it names is on the disk.
                 manifest = make_manifest(step=step, parts=list(snapshot.parts), files=files, metrics=metrics)
                 write_file(staging / MANIFEST, manifest)
                 sync_folder(staging)
@@ -157,7 +158,7 @@ class CheckpointStore:
             if isinstance(error, OSError):
                 _raise_unwritten(final, error)
             raise
-        # The checkpoint is committed: an aside that cannot be removed now is hidden by it and left to `clean`.
+        # The checkpoint is committed; it hides an aside that cannot be removed now, which `clean` removes later.
         with suppress(OSError):
             self._discard_asides(step)
             self._mark(LATEST, max(self.steps(), default=None))
@@ -183,21 +184,21 @@ class CheckpointStore:
         return files
 
     def mark_best(self, step: int | None) -> None:
-        """Points the link `best`, which is for users, to a committed step; None removes it."""
+        """Points the link `best`, which is for users, to a committed step; removes it for None."""
         self._mark(BEST, step)
 
     def _mark(self, link: str, step: int | None) -> None:
         point_link(self.folder / link, None if step is None else self.path(step).name)
 
     def read(self, step: int, part: str, *, device: str = "cpu") -> Any:
-        """Returns the state of one part with full tensors on `device`; otherwise as `read_split`."""
+        """Returns the state of one part with full tensors on `device`; otherwise like `read_split`."""
         return map_tensors(self.read_split(step, part), lambda tensor, _: as_whole(tensor).to(device))
 
     def read_split(self, step: int, part: str) -> Any:
         """Returns the state of one part with SplitTensors: reading a region of one reads that region from the disk.
 
-        What is read is compared with its hash, unless this store has verified the checkpoint: on each machine, a
-        process that reads a checkpoint has verified what it uses of it.
+        The data is compared with its hashes, unless this store has already verified the checkpoint, so each process
+        verifies all data that it uses.
         """
         folder = self._committed(step)
         manifest = read_manifest(folder)
@@ -220,7 +221,7 @@ class CheckpointStore:
         manifest = read_manifest(folder)
         check_manifest_step(manifest, step, where=folder)
         facts = {folder / name: FileFact(**fact) for name, fact in manifest["files"].items()}
-        # Sizes first: they are fast to read, and a truncated file is the most common damage.
+        # Sizes first, because they are fast to read and a truncated file is the most common damage.
         for path, fact in facts.items():
             _verify_size(path, fact)
         size = sum(fact.size for fact in facts.values())
@@ -237,9 +238,9 @@ class CheckpointStore:
         self._verified[step] = manifest["files"]
 
     def newest_intact(self, *, set_aside: bool = True) -> int | None:
-        """Returns the newest step that verifies, or None; damaged newer ones are renamed and named in a warning.
+        """Returns the newest step that verifies, or None; damaged newer ones are renamed with a warning.
 
-        Only the run itself sets checkpoints aside: another reader could see one that is being replaced.
+        Only the run itself renames checkpoints, because another reader could see one that is being replaced.
         """
         steps = [(step, self.path(step).name) for step in sorted(self._step_folders(), reverse=True)]
         intact = find_intact(steps, self.verify, self._set_aside if set_aside else None)
@@ -248,10 +249,10 @@ class CheckpointStore:
         return intact
 
     def delete(self, step: int) -> None:
-        """Removes the checkpoint of `step`; readers see all of it or none of it."""
+        """Removes the checkpoint of `step` atomically for readers."""
         folder = self._committed(step)
         try:
-            # Asides first: once the final name is free, `clean` would restore one.
+            # Asides first, because `clean` would restore one once the final name is free.
             self._discard_asides(step, but=folder)
             self._discard(folder, step)
         except OSError as error:
@@ -259,7 +260,7 @@ class CheckpointStore:
             raise CheckpointError(f"{problem}. Check the permissions of {self.folder}.", where=folder) from error
 
     def clean(self) -> None:
-        """Removes what dead writers left, and restores a checkpoint whose replacement was not committed."""
+        """Removes leftovers of dead writers, and restores a checkpoint whose replacement was not committed."""
         for name in names_in(self.folder):
             if TEMPORARY_LINK.fullmatch(name) or TOKEN.fullmatch(name):
                 with suppress(OSError):
@@ -273,17 +274,17 @@ class CheckpointStore:
                 elif folder in living or (kind == ASIDE and step in living.values()):
                     continue
                 elif kind == ASIDE and self._locate(step) == folder:
-                    # Fails if a writer has just created the final name, so that neither is lost.
+                    # Fails if a writer has just created the final name, so neither is lost.
                     rename(folder, self.path(step))
                 else:
                     self._discard(folder, step)
             except OSError as error:
-                logger.warning("A leftover stays in the checkpoints folder: %s", error)
+                logger.warning("A leftover in the checkpoints folder could not be removed: %s", error)
 
     def _step_folders(self) -> set[int]:
         """Returns the steps that have a folder or an aside, with or without a manifest."""
         steps = set()
-        # One listing for both: between two listings a replaced checkpoint could move from its name to an aside.
+        # One listing for both, because a replaced checkpoint could move from its name to an aside between two listings.
         for name in names_in(self.folder):
             plain, hidden = STEP_NAME.fullmatch(name), HIDDEN_NAME.fullmatch(name)
             # "step-000000005" has the wrong width: `path` would not find it.
@@ -342,9 +343,9 @@ class CheckpointStore:
     def _discard(self, folder: Path, step: int) -> None:
         trash = self._hidden(TRASH, step)
         rename(folder, trash)
-        # Otherwise a power failure while files are deleted could leave an incomplete checkpoint with a valid name.
+        # Otherwise, a power failure during the deletion could leave an incomplete checkpoint with a valid name.
         sync_folder(self.folder)
-        # On a network disk a file that a reader has open may not be deletable; `clean` tries again.
+        # On a network disk, a file that a reader has open may not be deletable; `clean` tries again.
         shutil.rmtree(trash, ignore_errors=True)
 
     def _set_aside(self, step: int) -> str:
@@ -399,17 +400,17 @@ def find_intact(
     verify: Callable[[_Candidate], None],
     set_aside: Callable[[_Candidate], str] | None,
 ) -> _Candidate | None:
-    """Returns the first candidate that verifies, or None, and warns of the damaged ones before it.
+    """Returns the first candidate that verifies, or None, and warns about the damaged ones before it.
 
-    `candidates` are given with their names, newest first; `set_aside` renames a damaged one and describes that.
+    `candidates` are passed with their names, newest first; `set_aside` renames a damaged one and returns a description.
     """
     damaged: list[str] = []
-    intact, instead = None, "No intact checkpoint is left: training starts at step 0."
+    intact, instead = None, "There is no intact checkpoint: training starts at step 0."
     for candidate, name in candidates:
         try:
             verify(candidate)
         except (UnknownFormatError, UnreachableError):
-            # Not damage: a checkpoint that cannot be read now must be neither renamed nor skipped.
+            # Not damage: a checkpoint that is temporarily unreadable must be neither renamed nor skipped.
             raise
         except CheckpointError as error:
             damaged.append(str(error) if set_aside is None else f"{error} {set_aside(candidate)}")

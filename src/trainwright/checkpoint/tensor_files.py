@@ -1,6 +1,7 @@
-"""Safetensors files of a checkpoint: written and hashed in one pass, read in ranges, each compared with its hash.
+"""Safetensors files of a checkpoint: written and hashed in one pass, and read in ranges that are compared with their
+hashes.
 
-Where the files are, on a disk or at an address, is a matter of the functions that create and open them.
+The functions that create and open them decide whether they are on a disk or at a URL.
 """
 
 from __future__ import annotations
@@ -32,25 +33,26 @@ _ORDER = {dtype: number for number, dtype in enumerate(DTYPE_NAMES)}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _PIECE_DIGITS = 32
 
-# Large, because a background thread waits for the GIL after each chunk. Part of the format: a chunk has a hash.
+# The chunks are large, because a background thread waits for the GIL after each. Part of the format, because each chunk
+# has a hash.
 CHUNK_BYTES = 16 * 2**20
-# From this size on, hashing in a separate thread saves more than starting one costs.
+# From this size on, hashing in a separate thread is faster.
 THREADED_HASH_BYTES = 64 * 2**20
-# safetensors does not read a longer header.
+# safetensors does not support a longer header.
 MAX_HEADER_BYTES = 100_000_000
 
 
 Write = Callable[[bytes | memoryview], object]
 """Appends to a file."""
 CreateFile = Callable[[str], AbstractContextManager[Write]]
-"""Creates a file of that name, which is stored whole when the context ends."""
+"""Creates a file of that name, which is complete when the context ends."""
 ReadRange = Callable[[int, int], bytes]
 """Returns the bytes of a file between two offsets, fewer at its end."""
 OpenFile = Callable[[str], ReadRange]
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, metadata: Mapping[str, str]) -> FileFact:
-    """Writes `tensors` to a new file, syncs it, and returns its size and hashes; otherwise as `save_tensors`."""
+    """Writes `tensors` to a new file, syncs it, and returns its size and hashes; otherwise like `save_tensors`."""
     return save_tensors(partial(synced_file, path.parent), path.name, tensors, metadata=metadata)
 
 
@@ -67,7 +69,7 @@ def save_tensors(
     digest, pieces = hashlib.sha256(), list[str]()
     is_threaded = size >= THREADED_HASH_BYTES
     chunks: Iterator[bytes | memoryview] = chain([header], *(_chunks(tensors[key]) for key in keys))
-    # Two threads: together the hashes would take longer than a fast disk.
+    # Two threads, because computing both hashes in one would take longer than writing to a fast disk.
     with (
         create(name) as write,
         _in_thread(digest.update, is_threaded=is_threaded) as add,
@@ -110,11 +112,11 @@ def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 @contextmanager
 def _in_thread(act: Write, *, is_threaded: bool) -> Iterator[Write]:
-    """Yields a function that calls `act`, if `is_threaded` concurrently in a thread, which has ended at the end."""
+    """Yields a function that calls `act`; if `is_threaded`, in a thread that is joined at the end."""
     if not is_threaded:
         yield act
         return
-    # Short, because a chunk that was copied from a device uses additional memory.
+    # Short, because each chunk that was copied from a device needs additional memory.
     chunks: queue.Queue[bytes | memoryview | None] = queue.Queue(maxsize=4)
 
     def run() -> None:
@@ -139,7 +141,7 @@ METADATA: Mapping[str, str] = {"format": "pt"}
 
 @contextmanager
 def writing(parts: Mapping[str, Encoded], create: CreateFile) -> Iterator[CreateFile]:
-    """Shows the progress of writing the parts with the function that it yields instead of `create`."""
+    """Yields a function that replaces `create` and shows the progress of writing the parts."""
     size = sum(tensor.nbytes for encoded in parts.values() for tensor in encoded.tensors.values())
     with progress("Saving a checkpoint", total=size, unit="bytes") as advance:
 
@@ -203,7 +205,7 @@ def read_part(
 ) -> Any:
     """Returns the state of a part, with SplitTensors whose values are read when they are copied.
 
-    What is read is compared with its hash, unless it `is_verified`. `where` is the folder, for messages.
+    The data is compared with its hashes unless `is_verified`. `where` is the folder, for messages.
     """
     names, shares = file_names(part, files), share_names(part, files)
     tensors: dict[str, torch.Tensor | SplitTensor] = {}
@@ -227,10 +229,11 @@ def read_part(
 
 
 class TensorFile:
-    """A safetensors file that is read in ranges, each of which is compared with the manifest.
+    """A safetensors file that is read in ranges, which are compared with the manifest.
 
-    Its pieces are the header and the chunks of `CHUNK_BYTES` of each tensor. The header may come from an untrusted
-    file, so it is checked as safetensors does: the tensors fill the rest of the file, without gaps or overlaps.
+    The hashed chunks are the header and the chunks of `CHUNK_BYTES` of each tensor. The header may come from an
+    untrusted file, so it is validated as in safetensors: the tensors must fill the rest of the file, without gaps or
+    overlaps.
     """
 
     def __init__(self, read: ReadRange, fact: FileFact, *, where: object, is_verified: bool) -> None:
@@ -251,7 +254,7 @@ class TensorFile:
             raise CheckpointError(f"The header is damaged: {error!r}.", where=where) from error
 
     def read_piece(self, number: int, start: int, stop: int) -> bytes:
-        """Returns a piece, which has these offsets in the file; raises if it differs from the manifest."""
+        """Returns the chunk with these offsets in the file; raises if it differs from the manifest."""
         content = self._range(start, stop)
         if self._hashes and _piece_hash(content) != self._hashes[number]:
             problem = f"The content of bytes {start} to {stop} differs from its hash in the manifest"
@@ -288,14 +291,14 @@ class TensorFile:
 
 
 class StoredTensor:
-    """A tensor in a file: reading rows of it reads the pieces that contain them."""
+    """A tensor in a file; reading rows reads the chunks that contain them."""
 
     def __init__(self, file: TensorFile, dtype: torch.dtype, shape: Sizes, start: int, first_piece: int) -> None:
         self.dtype, self.shape = dtype, torch.Size(shape)
         self._file, self._start, self._first_piece = file, start, first_piece
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Returns a copy of the rows from `first` to before `last`; of a scalar, the scalar."""
+        """Returns a copy of the rows from `first` to before `last`; for a scalar, the scalar."""
         width, num_bytes = self.dtype.itemsize, self.shape.numel() * self.dtype.itemsize
         shape = (last - first, *self.shape[1:]) if self.shape else ()
         row_bytes = math.prod(self.shape[1:]) * width
@@ -313,7 +316,7 @@ class StoredTensor:
 
 
 def _piece_hash(content: bytes | memoryview) -> str:
-    # Half of a sha256 is enough for a piece, and keeps the manifests of models with many tensors small.
+    # Half of a sha256 is sufficient for a chunk, and keeps the manifests of models with many tensors small.
     return hashlib.sha256(content).hexdigest()[:_PIECE_DIGITS]
 
 

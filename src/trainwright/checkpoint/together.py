@@ -1,4 +1,4 @@
-"""Several ranks write one checkpoint: rank 0 leads, the others follow, and no rank waits in a collective."""
+"""Several ranks write one checkpoint: rank 0 coordinates, and no rank waits in a collective."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trainwright.errors import CheckpointError
 from trainwright.parallel.collectives import Notes, NotesUnreachable, Ranks
 
 PATIENCE_SECONDS = 10.0
-"""A network disk may show a new file to other machines late."""
+"""On a network disk, a new file may become visible to other machines with a delay."""
 
 
 REPLICATED_PARTS = ("model", "optimizers")
-"""The parts that are equal on all ranks of a replicated model. Hooks may have state of their own on each rank."""
+"""The parts that are equal on all ranks of a replicated model. Hooks may have different state on each rank."""
 
 
 def reject_unshared_folder(store: AnyStore, ranks: Ranks, *, patience: float = PATIENCE_SECONDS) -> None:
@@ -102,7 +102,8 @@ class _Report:
 
 
 def encode_share(parts: Mapping[str, Any], ranks: Ranks) -> HostSnapshot:
-    """Returns what this rank writes of a checkpoint, sharing memory with the state; rank 0's has the trees.
+    """Returns the parts of a checkpoint that this rank writes, sharing memory with the state; rank 0's contain the
+    trees.
 
     Every rank calls it. A state that one rank cannot save raises on all of them. A sharded tensor is written by the
     ranks that have its shards. The ranks of a replicated model have the same tensors, and take turns.
@@ -124,7 +125,7 @@ def encode_share(parts: Mapping[str, Any], ranks: Ranks) -> HostSnapshot:
     for report in reports:
         if report.failure is not None:
             raise report.failure
-    # Where replicas have different tensors, a checkpoint has those of rank 0.
+    # If replicas have different tensors, a checkpoint has those of rank 0.
     takes_turns = is_replicated and len({report.digest for report in reports}) == 1
     if not is_replicated:
         _reject_differences(reports)
@@ -154,7 +155,8 @@ def _replicated(part: str, encoded: Encoded) -> list[tuple[str, Sizes, str]]:
 
 
 def _keys_of_turn(encoded: Encoded, ranks: Ranks) -> list[str]:
-    """Returns the tensors that this replica writes: the largest remaining one goes to the rank with the least."""
+    """Returns the tensors that this replica writes: each tensor, in order of size, goes to the rank with the fewest
+    bytes."""
     num_bytes = [0] * ranks.size
     keys = []
     for key in sorted(encoded.tensors, key=lambda key: (-encoded.tensors[key].nbytes, key)):
@@ -193,10 +195,10 @@ def _is_written_here(encoded: Encoded, key: str, numbers: Mapping[str, int], ran
 
 
 def merge_trees(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the trees of all parts, merged from those of the stages in order; of equal keys the first counts.
+    """Returns the trees of all parts, merged from those of the stages in order; for equal keys, the first applies.
 
-    An optimizer's groups contain the parameters of all stages. A stage may lack a group that has none of its
-    parameters: then groups with the same settings are merged.
+    An optimizer's groups contain the parameters of all stages. A stage may lack a group without its parameters; groups
+    with the same settings are then merged.
     """
     merged: dict[str, Any] = _union(stages)
     for name, optimizer in merged.get("optimizers", {}).items():
@@ -205,7 +207,7 @@ def merge_trees(stages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _union(values: Sequence[Any]) -> Any:
-    """Joins mappings key by key; of other values, and of encoded ones (`$`), the first counts."""
+    """Merges mappings key by key; for other values, and for encoded ones (`$`), the first applies."""
     mappings = [value for value in values if isinstance(value, Mapping)]
     keys = dict.fromkeys(key for value in mappings for key in value)
     if not isinstance(values[0], Mapping) or any(key.startswith("$") for key in keys):
@@ -236,7 +238,8 @@ WRITE, COMMITTED, FAILED = "write", "committed", "failed"
 
 
 class Together:
-    """One rank's view of the ranks that save together; all create it with the same topic and save in the same order."""
+    """One rank's view of the ranks that save together; all ranks create it with the same topic and save in the same
+    order."""
 
     def __init__(
         self,
@@ -257,7 +260,7 @@ class Together:
         self._folder = ""
         self._result: dict[str, str] = {}
         self._beats: dict[int, tuple[str | None, float]] = {}
-        """By rank that is waited for: its last heartbeat and the time when this was first read."""
+        """By rank that is waited for: its last heartbeat, and the time when it was first read."""
         self.is_closing = False
         """True when the run has ended; a lost rank is then waited for only briefly."""
 
@@ -268,7 +271,7 @@ class Together:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Counts a save, as all ranks do, and sends heartbeats until it ends."""
+        """Counts a save, like all ranks, and sends heartbeats until it ends."""
         self._save += 1
         self._attempt = 0
         self._beats = {}
@@ -288,17 +291,17 @@ class Together:
         self._attempt += 1
         self._folder = folder
         self._beats = {}
-        # With the result of the previous save, for a rank that was too slow to read it.
+        # Includes the result of the previous save, for a rank that was too slow to read it.
         self._send("first", {"type": WRITE, "folder": folder, "previous": self._result})
 
     def wait_for_files(self) -> dict[str, FileFact]:
-        """Waits until all others have written; raises the error of one, or that one is lost."""
+        """Waits until all others have written; raises if one has failed or is lost."""
         files: dict[str, FileFact] = {}
         missing = list(range(1, self._size))
         pauses = _pauses()
         while missing:
             next(pauses)
-            # All ranks in one pass: waiting for one after another would take time quadratic in their number.
+            # All ranks in one pass, because waiting for them one after another would take quadratic time.
             for rank in list(missing):
                 reply = self._receive(f"rank-{rank}")
                 if reply is None or reply["attempt"] != self._attempt or reply["folder"] != self._folder:
@@ -312,11 +315,11 @@ class Together:
         return files
 
     def announce_commit(self) -> None:
-        """Tells the others that the checkpoint is committed."""
+        """Notifies the others that the checkpoint is committed."""
         self._announce({"type": COMMITTED})
 
     def announce_failure(self, reason: str) -> None:
-        """Tells the others that this save has failed."""
+        """Notifies the others that this save has failed."""
         self._announce({"type": FAILED, "reason": reason})
 
     def _announce(self, result: dict[str, str]) -> None:
@@ -361,7 +364,7 @@ class Together:
     # Messages and heartbeats.
 
     def _send(self, name: str, message: Mapping[str, Any]) -> None:
-        # One note per rank, overwritten: a run may save for months, and the store is never emptied.
+        # One note per rank, which is overwritten, because a run may save for months and the store is never cleared.
         text = json.dumps({**message, "save": self._save, "attempt": self._attempt})
         try:
             self._notes.write(name, text)
@@ -407,7 +410,7 @@ class Together:
 
 
 def _pauses() -> Iterator[None]:
-    """Yields at once, then after pauses that grow from 10 to 250 ms."""
+    """Yields immediately, then after pauses that increase from 10 to 250 ms."""
     seconds = 0.01
     while True:
         yield

@@ -1,1 +1,1 @@
-"""One file a command: its arguments, and one call into the package. Imports torch only when it runs."""
+"""One file per command: its arguments, and one call into the package. Imports torch only when it runs."""

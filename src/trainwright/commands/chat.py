@@ -49,8 +49,8 @@ def chat(
 ) -> None:
     """Talk to the model of a run: each line is a message, and the answer is shown while it is generated.
 
-    Conversations have the format of the tokenizer's chat template, or ChatML if it has none. /reset begins another
-    conversation, /exit or Ctrl-D leaves, Ctrl-C ends an answer.
+    Conversations have the format of the tokenizer's chat template, or ChatML if it has none. /reset starts another
+    conversation, /exit or Ctrl-D exits, Ctrl-C ends an answer.
     """
     from trainwright.backends.backend import pick_backend
     from trainwright.export.chat import chat_format, find_chat_template

@@ -13,8 +13,8 @@ from trainwright.commands.terminal import CONFIG_FILE, Overrides, RunPath, Trust
 def check(run: RunPath, overrides: Overrides = None, trust: Trust = False) -> None:
     """Check a run: config, components, one step, one evaluation, one checkpoint, graph safety.
 
-    Everything runs on the CPU in a temporary folder; the run folder is not touched. Exits with 1 if there are errors;
-    with remarks alone it exits with 0.
+    Everything runs on the CPU in a temporary folder; the run folder is not touched. Exits with 1 if there are errors,
+    and with 0 if there are only remarks.
     """
     is_folder = run.is_dir()
     file = run / CONFIG_FILE if is_folder else run

@@ -29,7 +29,7 @@ from trainwright.safe_text import mask_secrets, safe
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The folder or address of checkpoints, and their run, where it is known."""
+    """The folder or URL of checkpoints, and their run if it is known."""
 
     checkpoints: str | Path
     run: Path | None = None
@@ -172,7 +172,7 @@ def _show(found: Sequence[Listed], folder: CheckpointFolder, *, is_verified: boo
 
 
 def _metric_shown(metrics: Mapping[int, Mapping[str, float]], policy: Retention | None) -> str | None:
-    """Returns the policy's metric, or else the first metric of the newest checkpoint that has one."""
+    """Returns the policy's metric, or otherwise the first metric of the newest checkpoint that has one."""
     if policy is not None and policy.keep_best is not None:
         return policy.keep_best
     return next((name for step in sorted(metrics, reverse=True) for name in metrics[step]), None)

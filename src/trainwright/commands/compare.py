@@ -109,7 +109,7 @@ def _read(folder: Path, name: str) -> _Run:
 
 
 def _differences(facts: Sequence[Mapping[str, Any]], *, without: Sequence[str]) -> dict[str, list[Any]]:
-    """Returns the names whose values differ, with the value of each run; None where it has none."""
+    """Returns the names whose values differ, with the value of each run; None if it has none."""
     names = dict.fromkeys(name for each in facts for name in each if name not in without)
     values = {name: [each.get(name) for each in facts] for name in names}
     return {name: each for name, each in values.items() if any(value != each[0] for value in each)}

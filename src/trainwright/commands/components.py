@@ -1,4 +1,4 @@
-"""`trainwright components [KIND] [NAME]`: what a run file may name, and how to write it there.
+"""`trainwright components [KIND] [NAME]`: lists the components that a run file may name, and their YAML.
 
 registry/catalogue.py reads the source files, without executing them. Recipes, packaged files that a run file extends,
 are listed like a kind of component; config/required.py reads them.
@@ -54,7 +54,7 @@ _OUTER = {
     "tokenizer": "transformers:DataCollatorWithPadding",
     "reward": "grpo",
 }
-# evaluation.metrics reads these two: the output and the field of the batch that the metric gets.
+# evaluation.metrics reads these two: the output and the field of the batch that the metric receives.
 _METRIC_INPUTS = (Parameter("outputs", "'logits'", "str"), Parameter("labels", "'labels'", "str"))
 _OF_ALL_BENCHMARKS = (
     Parameter("name", "None", "str | None"),
@@ -86,10 +86,11 @@ def components(
         typer.Argument(help="All about this one, such as adamw.", show_default=False, autocompletion=_complete_name),
     ] = None,
     project: Annotated[
-        Path, typer.Option(help="The folder (or the run file in it) whose own components are listed too.")
+        Path, typer.Option(help="The folder (or the run file in it) whose components are listed too.")
     ] = Path(),
 ) -> None:
-    """List what a run file may name: built-in components, those of installed packages and your folders, and recipes."""
+    """List the components that a run file may name: built-in ones, those of installed packages and your folders, and
+    recipes."""
     folder = project.parent if project.is_file() else project
     if not folder.is_dir():
         raise ComponentError(f"--project: there is no folder {project}. Pass the folder of your run file.")
@@ -166,7 +167,7 @@ def _warn(catalogue: Catalogue) -> None:
 
 
 def _is_named(entry: Entry, name: str) -> bool:
-    """Returns True if `name` is this entry: as a run file writes it, its class, or its file and class."""
+    """Returns True if `name` refers to this entry: its name in a run file, its class, or its file and class."""
     stem, _, own = entry.type.partition(".")
     return name in (entry.type, own, *entry.registered, f"{KIND_FOLDERS[entry.kind]}/{stem}.py:{own}")
 

@@ -23,7 +23,7 @@ from trainwright.config.yaml_text import KeyPath
 from trainwright.errors import ConfigError
 
 DEFAULT, OVERRIDE = "default", "override"
-_MAX_WIDTH = 60  # origins are in one column, but one long setting must not move all of them out of view
+_MAX_WIDTH = 60  # origins are in one column, but a single long setting must not move all of them out of view
 
 
 class Setting(NamedTuple):
@@ -46,7 +46,7 @@ def config(
     ] = False,
     diff: Annotated[
         Path | None,
-        typer.Option(help="Print only what differs in this file or run folder; exits with 1 if anything does."),
+        typer.Option(help="Print only the differences to this file or run folder; exits with 1 if there are any."),
     ] = None,
 ) -> None:
     """Print every setting of a run, with the file and line that set it."""
@@ -68,7 +68,7 @@ def schema_of_runs() -> dict[str, Any]:
 
 
 def settings_of(loaded: RunConfig) -> Iterator[Setting]:
-    """Yields every setting as a line of YAML; the lines together load back as an equal config."""
+    """Yields every setting as a line of YAML; loading all lines returns an equal config."""
     yield from _below(loaded, loaded, (), "", "")
 
 

@@ -15,8 +15,8 @@ from trainwright.commands.terminal import AsJson, Overrides, RunPath, Trust, loa
 def data(
     run: RunPath,
     overrides: Overrides = None,
-    show: Annotated[int, typer.Option(min=0, help="How many samples to show.")] = 3,
-    samples: Annotated[int, typer.Option(min=1, help="How many samples to read at most, for their lengths.")] = 1000,
+    show: Annotated[int, typer.Option(min=0, help="The number of samples to show.")] = 3,
+    samples: Annotated[int, typer.Option(min=1, help="The maximum number of samples read for lengths.")] = 1000,
     set_name: Annotated[
         str | None,
         typer.Option("--set", help="Show this set in full, such as valid, instead of train.", metavar="NAME"),
@@ -26,7 +26,7 @@ def data(
 ) -> None:
     """Show the data of a run: its sets, samples in training order, a batch, lengths, the mixture.
 
-    Builds no model, trains nothing, and does not touch the run folder.
+    Does not build a model, train, or access the run folder.
     """
     config = load_run(run, overrides, trust=trust)
     from trainwright.analysis.data import describe_data

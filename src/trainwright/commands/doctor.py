@@ -1,4 +1,4 @@
-"""`trainwright doctor`: shows the machine, what each extra would add, short measurements, and what looks slow."""
+"""`trainwright doctor`: shows the machine, missing extras, short measurements, and possible problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.log import align_columns
 from trainwright.safe_text import json_text, safe
 
 if TYPE_CHECKING:
-    from trainwright.analysis.doctor import Report
+    from trainwright.analysis.doctor import MachineReport
 
 
 def doctor(
@@ -22,7 +22,7 @@ def doctor(
     no_test: Annotated[bool, typer.Option("--no-test", help="Do not measure anything.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show this machine, what each extra would add, a self-test of about ten seconds, and what looks slow."""
+    """Show this machine, missing extras, a self-test of about ten seconds, and possible problems."""
     from trainwright.analysis.doctor import examine
 
     report = examine(folder, measures=not no_test)
@@ -32,7 +32,7 @@ def doctor(
         print(safe(report_text(report)))
 
 
-def report_text(report: Report) -> str:
+def report_text(report: MachineReport) -> str:
     """Returns the report as text."""
     parts = [_table(report.facts)]
     installed = [extra.name for extra in report.extras if not extra.missing]

@@ -42,8 +42,8 @@ def estimate(
 ) -> None:
     """Predict, without a device, the memory that one rank needs and the size of a checkpoint.
 
-    Builds the run on fake ranks, runs two steps on fake tensors and counts their memory. Exits with 1 where --memory
-    is given and the run does not fit.
+    Builds the run on fake ranks, runs two steps on fake tensors and counts their memory. Exits with 1 if --memory is
+    given and the run does not fit.
     """
     config = load_run(run, overrides, trust=trust)
     limit = None if memory is None else read_size(memory)
@@ -84,7 +84,7 @@ def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
         if "tile" not in config.model.reserved:
             found.append("run the MLP in tiles of tokens (model.tile)")
     if axes.get("replicate", 1) > 1 and axes.get("fsdp", 1) == 1:
-        found.append("split the model instead of copying it (runtime.mesh: {fsdp: -1})")
+        found.append("shard the model instead of replicating it (runtime.mesh: {fsdp: -1})")
     else:
         found.append("more data ranks (--world, with runtime.mesh: {fsdp: -1})")
     has_default = gather_dtype(planned_precision(config)) is not None
@@ -98,7 +98,7 @@ def what_to_try(config: RunConfig, axes: dict[str, int]) -> str:
     ):
         found.append("keep moments in 8 bits (trainer.optimizer.state: 8bit)")
     if axes.get("tensor", 1) == 1:
-        found.append("split layers too (runtime.mesh.tensor, within one machine)")
+        found.append("shard layers too (runtime.mesh.tensor, within one machine)")
     return "; ".join(found)
 
 
@@ -114,7 +114,7 @@ def _show(found: Estimate, limit: int | None) -> None:
         print(remark)
     if limit is not None:
         fits = f"fits {size_text(limit)}, with {size_text(limit - found.peak_bytes)} left"
-        fails = f"does not fit {size_text(limit)} (5 % of it is kept free for what is not counted)"
+        fails = f"does not fit {size_text(limit)} (5 % of it is kept free for memory that is not counted)"
         samples = found.largest_micro_batch(limit)
         words = f"{fits if found.fits(limit) else fails}. The largest micro-batch that would fit"
         print(f"It {words} has about {samples} samples of this shape.")

@@ -43,7 +43,7 @@ def evaluate(
         typer.Option(help="Run these tasks of lm-eval instead, separated by commas.", show_default=False),
     ] = None,
     include_path: Annotated[
-        Path | None, typer.Option(help="With --tasks: a folder with tasks of your own.", show_default=False)
+        Path | None, typer.Option(help="With --tasks: a folder with your own tasks.", show_default=False)
     ] = None,
     num_fewshot: Annotated[
         int | None,
@@ -56,7 +56,7 @@ def evaluate(
         int | None, typer.Option(min=1, help="With --tasks: rows per forward.", show_default="8")
     ] = None,
     apply_chat_template: Annotated[
-        bool, typer.Option("--apply-chat-template", help="With --tasks: prompts are messages of a user.")
+        bool, typer.Option("--apply-chat-template", help="With --tasks: prompts are user messages.")
     ] = False,
     device: Annotated[
         str | None, typer.Option(help="With --tasks: auto, cpu, cuda or cuda:N.", show_default="auto")
@@ -100,7 +100,7 @@ def evaluate(
 
 
 def _with_benchmarks(own: Sequence[Component], added: Sequence[Node]) -> list[Node]:
-    """Returns the benchmarks of a run and of a file; of two with the same name that of the file."""
+    """Returns the benchmarks of a run and of a file; for equal names, that of the file."""
     components = []
     for number, each in enumerate(added):
         entry = each.plain()

@@ -28,7 +28,7 @@ def explain(run: RunPath, overrides: Overrides = None, trust: Trust = False) -> 
 
     lines = explain_run(config)
     is_terminal = sys.stdout.isatty()
-    print(f"{run}: the phases of this run. * marks your code; the rest is trainwright's own or a library's.")
+    print(f"{run}: the phases of this run. * marks your code; other lines are those of trainwright or a library.")
     columns = shutil.get_terminal_size().columns if is_terminal else None
     print("\n".join(render(lines, in_colour=is_terminal and "NO_COLOR" not in os.environ, columns=columns)))
     num_problems = sum(line.kind == "problem" for line in lines)
@@ -41,7 +41,7 @@ def explain(run: RunPath, overrides: Overrides = None, trust: Trust = False) -> 
 def render(lines: list[Line], *, in_colour: bool = False, columns: int | None = None) -> list[str]:
     """Returns the lines as text, with names, locations and remarks in columns.
 
-    With `columns` the remark of a call is cut to that width; names and locations never are.
+    With `columns`, the remark of a call is truncated to that width, but never names and locations.
     """
     lines = [
         replace(each, text=safe(each.text), location=safe(each.location), remark=safe(each.remark)) for each in lines

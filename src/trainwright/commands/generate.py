@@ -41,12 +41,12 @@ def generate(
         Path | None, typer.Option(help="With --prompts: the file to write.", show_default="the terminal")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="With --prompts: how many are generated at a time.", show_default="16")
+        int | None, typer.Option(min=1, help="With --prompts: the number per batch.", show_default="16")
     ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many tokens to generate at most.", show_default="200, or the positions of the model"
+            min=1, help="The maximum number of tokens to generate.", show_default="200, or the positions of the model"
         ),
     ] = None,
     temperature: Temperature = 0.8,
@@ -88,7 +88,7 @@ def generate(
         return
     texts = stream_text(model, found, prompt, generator=generator, **options)
     # With the first text: the prompt alone, followed by an error, would look like an answer.
-    shown = escape_controls if sys.stdout.isatty() else str  # a file gets the text as it is
+    shown = escape_controls if sys.stdout.isatty() else str  # a file receives the unchanged text
     print(shown(prompt + next(texts, "")), end="", flush=True)
     for text in texts:
         print(shown(text), end="", flush=True)
@@ -136,7 +136,7 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def _write(rows: Iterable[dict[str, Any]], output: Path | None) -> None:
-    """Prints rows as JSON lines, or writes them to a file, which appears when it is complete."""
+    """Prints rows as JSON lines, or writes them to a file atomically."""
     if output is None:
         for row in rows:
             print(json.dumps(row), flush=True)

@@ -29,11 +29,9 @@ def launch(
         ),
     ] = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a job file for SLURM.")] = False,
-    submits: Annotated[
-        bool, typer.Option("--submit", help="Submit the job with sbatch, and show what it writes.")
-    ] = False,
+    submits: Annotated[bool, typer.Option("--submit", help="Submit the job with sbatch, and show its output.")] = False,
     file: Annotated[
-        Path | None, typer.Option(help="Where to write the job file.", show_default="NAME.slurm in this folder")
+        Path | None, typer.Option(help="The path of the job file.", show_default="NAME.slurm in this folder")
     ] = None,
     trust: Trust = False,
 ) -> None:
@@ -74,7 +72,7 @@ def _check_ranks(config: RunConfig, job: SlurmJob, *, has_gpus: bool) -> None:
     if has_gpus and config.runtime.device.startswith("cpu"):
         raise ConfigError(
             f"runtime.device: cpu does not use the GPUs that --slurm requests (gpus={job.processes}). Set "
-            "runtime.device=auto, or leave out gpus=: then one process runs on the CPU of each machine.",
+            "runtime.device=auto, or omit gpus=: one process then runs on the CPU of each machine.",
             where=config.origin("runtime.device"),
         )
     axes = resolve_mesh(config, job.nodes * job.processes)

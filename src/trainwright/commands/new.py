@@ -35,7 +35,7 @@ _MAX_NAMES = 4
 
 
 def new(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write it to.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the project.", show_default=False)],
     kind: Annotated[
         Kind, typer.Option(help="lm: a language model; classifier: labels; custom: every part changed, to learn from.")
     ] = Kind.CLASSIFIER,
@@ -82,7 +82,7 @@ def _write(template: Path, files: list[Path], folder: Path) -> None:
         for file in files:
             target = folder / file
             target.parent.mkdir(parents=True, exist_ok=True)
-            # Not the mode: files of the package may be read-only.
+            # Without the mode, because files of the package may be read-only.
             shutil.copyfile(template / file, target)
     except OSError as error:
         raise ConfigError(

@@ -28,10 +28,10 @@ from trainwright.safe_text import json_text, safe
 from trainwright.watch.listing import METRICS_FILE, RunSummary, find_runs, lines_from_end, open_regular, summarize
 
 _CURVE_COLUMNS = 16
-_NUM_PARTS, _PART_BYTES = 32, 4096  # the parts of a large metrics.json that its curve is drawn from, or two lines each
+_NUM_PARTS, _PART_BYTES = 32, 4096  # the parts of a large metrics.json from which its curve is drawn, or two lines each
 _MAX_LINE = 2**20
-_NAME_COLUMNS = 24  # of a terminal; columns that leave less for the names of runs are left out
-_NUM_LAST_LINES = 1000  # in which the last value of a metric is looked for
+_NAME_COLUMNS = 24  # of a terminal; columns that leave less for the names of runs are omitted
+_NUM_LAST_LINES = 1000  # the end of the file in which the last value of a metric is searched
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def runs(
         return
     if (metric or is_by_metric) and all(run.value is None for run in found):
         known = sorted({name for run in found for name in _last_names(run.folder)})
-        raise ConfigError(f"No run in {folder} has logged {shown!r} lately. {suggest(shown, known) if known else ''}")
+        raise ConfigError(f"No run in {folder} has logged {shown!r} recently. {suggest(shown, known) if known else ''}")
     found = _sorted(found, sort, reverse=reverse)
     if as_json:
         rows = [
@@ -133,7 +133,8 @@ def _last_names(folder: Path) -> set[str]:
 
 
 def _sampled_values(folder: Path, metric: str) -> list[float]:
-    """Returns values of a metric in the order of the file: all of a small file, of a large one those in some parts."""
+    """Returns values of a metric in the order of the file: all for a small file, those in some parts for a large
+    one."""
     lines: list[bytes] = []
     try:
         with open_regular(folder / METRICS_FILE) as file:

@@ -21,11 +21,11 @@ def serve(
     run: ModelPath,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for a free one.")] = 8000,
     host: Annotated[
-        str, typer.Option(help="The address to listen on. Any other than this machine's own requires --token.")
+        str, typer.Option(help="The address to listen on. An address other than this machine's own requires --token.")
     ] = "127.0.0.1",
     token: Annotated[
         str | None,
-        typer.Option(help="What clients send as their API key.", envvar="TRAINWRIGHT_SERVE_TOKEN", show_default="none"),
+        typer.Option(help="The API key of clients.", envvar="TRAINWRIGHT_SERVE_TOKEN", show_default="none"),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="The name of the model in requests.", show_default="that of the folder")

@@ -21,11 +21,11 @@ from trainwright.commands.terminal import (
 if TYPE_CHECKING:
     from trainwright.analysis.shard import Sharding
 
-World = Annotated[int, typer.Option("--world", min=1, help="The number of ranks: processes, one a device.")]
+World = Annotated[int, typer.Option("--world", min=1, help="The number of ranks: processes, one per device.")]
 Rank = Annotated[int, typer.Option("--rank", min=0, help="The rank to show.")]
 Length = Annotated[
     int | None,
-    typer.Option("--length", min=1, help="Use rows of so many tokens as samples, instead of reading the data."),
+    typer.Option("--length", min=1, help="Use rows of this many tokens as samples instead of reading the data."),
 ]
 
 
@@ -41,7 +41,7 @@ def shard(
     as_json: AsJson = False,
     trust: Trust = False,
 ) -> None:
-    """Show, without devices, the parameters of each rank and what ranks send in one step.
+    """Show the parameters of each rank and the communication of one step, without devices.
 
     Builds the run on fake ranks and runs one step on fake tensors.
     """

@@ -42,14 +42,12 @@ def sweep(
         list[str] | None,
         typer.Argument(help="Settings of the sweep to replace, such as trials=30.", show_default=False),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the trials, as far as they are known, and start none.")
-    ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier sweep is set aside.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the known trials without starting any.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier sweep is renamed.")] = False,
 ) -> None:
     """Try settings of a run with grid, random or TPE search. Running the same command again continues the sweep.
 
-    Each trial is a run in the folder of the sweep, with a process of its own.
+    Each trial is a run in the folder of the sweep, in its own process.
     """
     settings = SweepConfig.load(file, overrides or ())
     if dry_run:

@@ -1,4 +1,4 @@
-"""What several commands share: arguments that name a run, and tables, sizes and ages as text. Imports no torch."""
+"""Shared functions of commands: arguments that name a run, and tables, sizes and ages as text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Given = TypeVar("Given", str, Path, Path | None)
 
 
 def named_run(given: Given) -> Given:
-    """Returns the folder in `runs/` for the name of a run; any other path as it is."""
+    """Returns the folder in `runs/` for the name of a run; any other path unchanged."""
     if given is None or Path(given).exists():
         return given
     folder = Path("runs") / given
@@ -51,7 +51,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings to replace, such as trainer.max_steps=500; ~key removes one.", show_default=False),
 ]
-CheckpointStep = Annotated[str, typer.Option(help="Which checkpoint: latest, best, or a number.")]
+CheckpointStep = Annotated[str, typer.Option(help="The checkpoint: latest, best, or a number.")]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Import the code that a run folder of another person or machine names.")
 ]
@@ -62,10 +62,10 @@ Weights = Annotated[
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 selects the most likely token.")]
 TopK = Annotated[
-    int | None, typer.Option(min=1, help="Sample from this many of the most likely tokens.", show_default="all")
+    int | None, typer.Option(min=1, help="The number of most likely tokens to sample from.", show_default="all")
 ]
 TopP = Annotated[
-    float | None, typer.Option(help="Sample from the most likely tokens of this total probability.", show_default="all")
+    float | None, typer.Option(help="Sample from the most likely tokens up to this probability.", show_default="all")
 ]
 RepetitionPenalty = Annotated[
     float, typer.Option(help="Above 1, tokens that the text already contains become less likely.")

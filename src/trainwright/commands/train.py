@@ -32,7 +32,7 @@ MODES = "train, eval, train_and_eval, train_and_post_eval, continuous_eval"
 """As in api/run.py, which is not imported for `--help`."""
 
 _EVALUATING = ("eval", "continuous_eval")
-"""The modes that train nothing."""
+"""The modes without training."""
 
 FAST_DEV_RUN = {
     "checkpoint.folder": None,
@@ -55,7 +55,7 @@ def train(
     run: Annotated[str | None, typer.Argument(help="The YAML or Python file of the run.", show_default=False)] = None,
     overrides: Overrides = None,
     experiment: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Instead of a file: what @experiment registered.")
+        str | None, typer.Option(metavar="NAME", help="Instead of a file: a name that @experiment registered.")
     ] = None,
     mode: Annotated[str, typer.Option(metavar="MODE", help=f"One of {MODES}.")] = "train_and_eval",
     model_dir: Annotated[
@@ -82,17 +82,17 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume the run, as without it, and warn if there is no checkpoint.")
     ] = False,
-    nproc: Annotated[int, typer.Option(min=1, help="How many processes to start on this machine.")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="The number of processes to start on this machine.")] = 1,
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often to start all processes again after one was lost.")
     ] = 0,
-    nnodes: Annotated[int, typer.Option(min=1, help="How many machines run this command together.")] = 1,
+    nnodes: Annotated[int, typer.Option(min=1, help="The number of machines that run this command together.")] = 1,
     rendezvous: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="With --nnodes: the rendezvous, on one of the machines.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is set aside.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over; an earlier run is renamed.")] = False,
     accept_changes: Annotated[
-        bool, typer.Option("--accept-changes", help="Resume although settings of the math changed.")
+        bool, typer.Option("--accept-changes", help="Resume although settings that affect the math have changed.")
     ] = False,
     fast_dev_run: Annotated[
         bool, typer.Option("--fast-dev-run", help="Run a few steps of everything and keep nothing.")
@@ -107,7 +107,7 @@ def train(
 ) -> None:
     """Train the run of a file or an experiment. Running the same command again resumes it."""
     if quiet and verbose:
-        raise ConfigError("--quiet shows less and --verbose shows more. Give one of the two.")
+        raise ConfigError("--quiet shows less and --verbose shows more. Use one of the two.")
     show_log(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
     config = _load(
         run, overrides or [], experiment, config_file or [], params_override or [], imports or [], trust=trust
@@ -143,7 +143,7 @@ def train(
         with _temporary_run(config) if fast_dev_run else nullcontext(config) as planned:
             _, logs = run_experiment(planned, fresh=fresh, accept_changes=accept_changes, **options)
     except WorkerLostError:
-        raise  # a restart may go well, as after the loss of a rank
+        raise  # a restart may succeed, as after the loss of a rank
     except TrainwrightError:
         note_explained_error()
         raise
@@ -167,7 +167,7 @@ def _load(
     overrides = [*(each for text in params_override for each in split_overrides(text)), *overrides]
     if experiment is not None and run is None:
         if trust:
-            raise ConfigError("--trust goes with the config.yaml of a run folder. Leave it out with --experiment.")
+            raise ConfigError("--trust is for the config.yaml of a run folder. Omit it with --experiment.")
         return load_experiment(experiment, config_files=config_files, overrides=overrides, imports=imports)
     if run is None or experiment is not None:
         given = f"got both {run} and {experiment}" if run is not None else "got neither"
@@ -176,7 +176,7 @@ def _load(
         if values:
             raise ConfigError(f"{name} goes with --experiment. Write `extends` or `imports` into {run} instead.")
     if any(text.lstrip().startswith("{") for text in overrides):
-        raise ConfigError("--params-override: a YAML mapping goes with --experiment. Write a.b=value,c=value instead.")
+        raise ConfigError("--params-override: a YAML mapping requires --experiment. Write a.b=value,c=value instead.")
     return RunConfig.load(Path(run), overrides, trust=trust or None)
 
 
@@ -186,14 +186,14 @@ def _resolve_mode(mode: str, *, eval_only: bool) -> str:
     if mode not in MODES.split(", "):
         raise ConfigError(f"--mode: {mode!r} is unknown. Use one of {MODES}.")
     if eval_only and mode not in ("train_and_eval", "eval"):
-        raise ConfigError(f"--eval-only is --mode eval, but --mode is {mode}. Give one of the two.")
+        raise ConfigError(f"--eval-only is --mode eval, but --mode is {mode}. Use one of the two.")
     return "eval" if eval_only else mode
 
 
 def _reject_idle(mode: str, given: Collection[str], *, fast_dev_run: bool) -> None:
     """Rejects flags that have no effect, or that contradict each other."""
     if {"--resume", "--fresh"} <= {*given}:
-        raise ConfigError("--resume continues a run and --fresh starts it over. Give one of the two.")
+        raise ConfigError("--resume continues a run and --fresh starts it over. Use one of the two.")
     if fast_dev_run and mode in _EVALUATING:
         raise ConfigError(f"--fast-dev-run keeps nothing: there is nothing to evaluate (--mode {mode}).")
     idle: dict[str, str] = {}
@@ -206,7 +206,7 @@ def _reject_idle(mode: str, given: Collection[str], *, fast_dev_run: bool) -> No
         idle |= dict.fromkeys(flags, "--fast-dev-run uses a temporary folder and keeps nothing")
     for flag in given:
         if flag in idle:
-            raise ConfigError(f"{flag}: has no effect, because {idle[flag]}. Leave it out.")
+            raise ConfigError(f"{flag}: has no effect, because {idle[flag]}. Omit it.")
 
 
 def _warn_without_checkpoint(config: RunConfig, model_dir: Path | None) -> None:
@@ -224,13 +224,13 @@ def _check_launch(nnodes: int, rendezvous: str | None, *, starts_processes: bool
     if nnodes > 1 and rendezvous is None:
         raise ConfigError(f"--nnodes {nnodes} needs --rendezvous HOST:PORT, the same address on all machines.")
     if rendezvous is not None and nnodes == 1:
-        raise ConfigError("--rendezvous is for several machines. Give --nnodes too, or leave it out.")
+        raise ConfigError("--rendezvous is for several machines. Set --nnodes too, or omit it.")
     if rendezvous is not None and not rendezvous.rpartition(":")[2].isdecimal():
         raise ConfigError(f"--rendezvous: {rendezvous!r} is not HOST:PORT, such as node-1:29400.")
     if "WORLD_SIZE" in os.environ and not is_launched() and starts_processes:
         raise ConfigError(
             "--nproc, --nnodes and --max-restarts start processes, but a launcher has started this one: WORLD_SIZE is "
-            "set. Leave them out, or start the command without the launcher."
+            "set. Omit them, or start the command without the launcher."
         )
 
 

@@ -1,4 +1,4 @@
-"""`trainwright tune lr|batch|workers run.yaml`: measures a setting of a run on a copy, and prints what to set."""
+"""`trainwright tune lr|batch|workers run.yaml`: measures a setting of a run on a copy, and suggests a value."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def lr(
 
 
 def _save_image(result: RangeTestResult, output: Path | None, config: RunConfig) -> str:
-    """Writes the image of the curve, and returns a line that says where it is, or how to get it."""
+    """Writes the image of the curve, and returns a line with its path, or with advice."""
     path = output or Path(f"{Path(config.name).name}-lr.png")
     if output is None and find_spec("matplotlib") is None:
         return "No image, because matplotlib is not installed. Run: pip install 'trainwright[plot]'"
@@ -190,7 +190,7 @@ def batch(
 ) -> None:
     """Measure micro-batches of doubling size, until memory runs out: time per sample, memory, and the fastest.
 
-    The global batch size stays the same, so the results of the run do too.
+    The global batch size stays the same, and so do the results of the run.
     """
     config = _load(run, overrides, trust=trust)
     from trainwright.api.tune import best_micro_batch, tune_micro_batch

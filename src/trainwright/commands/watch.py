@@ -14,12 +14,12 @@ def watch(
     folder: Annotated[Path, typer.Argument(help="The folder of the run folders.", metavar="DIR")] = Path("runs"),
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 for a free one.")] = 8080,
     host: Annotated[
-        str, typer.Option(help="The address to listen on. Any other than this machine's own requires a token.")
+        str, typer.Option(help="The address to listen on. An address other than this machine's own requires a token.")
     ] = "127.0.0.1",
     token: Annotated[
         str | None,
         typer.Option(
-            help="What browsers send in the URL.",
+            help="The token that browsers send in the URL.",
             envvar="TRAINWRIGHT_WATCH_TOKEN",
             show_default="none on this machine, otherwise a random one",
         ),

@@ -52,18 +52,19 @@ from trainwright.tracebacks import user_location
 logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 8
-"""Shapes of batches that are captured; each graph has its own memory on a GPU. Other shapes run eagerly."""
+"""The maximum number of batch shapes that are captured; each graph has its own memory on a GPU. Other shapes run
+eagerly."""
 
 GRAPH_AXES = ("replicate", "fsdp")
 """The mesh axes whose collectives a graph may contain."""
 
 MAX_SHAPES = 256
-"""Shapes of batches that are counted; beyond that the oldest are dropped."""
+"""The maximum number of batch shapes that are counted; beyond it, the oldest are dropped."""
 
-# Seeing this many shapes without one that is frequent enough to be captured logs a warning.
+# A warning is logged after this many shapes if none is frequent enough to be captured.
 _MANY_SHAPES = 32
 
-# A graph that served fewer updates did not pay; after this many of them none is captured any more.
+# A graph that was replayed fewer times was not worth the capture; after this many such graphs, capturing stops.
 _FEW_REPLAYS = 10
 _MAX_SHORT_LIVED = 3
 
@@ -86,7 +87,7 @@ class StepTensor:
 
 
 class CapturedUpdater(Protocol):
-    """What graph mode needs of loop/update.py's Updater."""
+    """The interface of loop/update.py's Updater for graph mode."""
 
     optimizers: dict[str, Any]
     step: int
@@ -97,17 +98,17 @@ class CapturedUpdater(Protocol):
     """An AnomalyDetector of anomaly/detection.py, or None."""
 
     def reshard(self) -> None:
-        """Frees parameters that code between steps has gathered: a captured step gathers them itself."""
+        """Frees parameters that code between steps has gathered, because a captured step gathers them itself."""
 
     def take_postponed(self) -> list[tuple[str, Tensor | bool]]:
-        """Returns the optimizers that the captured step left to be stepped."""
+        """Returns the optimizers to step after a replay."""
 
     def step_optimizer(self, name: str, skip: Tensor | bool, grad_scale: Tensor | None = None) -> dict[str, Any]:
         """Steps an optimizer and returns its metrics."""
 
 
 class StepOutcome(NamedTuple):
-    """What an update gave."""
+    """The result of an update."""
 
     result: tuple[Any, dict[str, Any], Any, float]
     """The loss, metrics, gradient norm and learning rate: the fields of a StepResult."""
@@ -129,7 +130,7 @@ class _Signature(NamedTuple):
 
 
 class _Outputs:
-    """How to read what a run of the step returned; on a CPU, where it runs each time, of the last run."""
+    """Reads the result of the step; on a CPU, where the step runs each time, that of the last run."""
 
     read: Fill
     rate: float
@@ -137,12 +138,12 @@ class _Outputs:
 
 @dataclass(slots=True)
 class _Graph:
-    """A captured step, and how to read what it returns."""
+    """A captured step, and a function that reads its result."""
 
     recording: Recording
     outputs: _Outputs
     rate_of: str | None
-    """The optimizer whose learning rate is the step's; None if the step returned a number of its own."""
+    """The optimizer whose learning rate is the step's; None if the step returned its own number."""
     reads_step_tensor: bool
     fingerprint: Fingerprint
     compared_at: tuple[int, ...]
@@ -184,21 +185,21 @@ class GraphStep:
         self._sum_over_ranks = sum_over_ranks
         self._salt = secrets.randbits(48)
         self._is_unsettled = False
-        """True if the last capture created state, so that this rank has not kept its graph."""
+        """True if the last capture created state, in which case this rank has discarded its graph."""
         self._graphs: dict[_Signature, _Graph] = {}
         self._num_runs: dict[_Signature, int] = {}
         self._is_prepared = self._was_prepared_to_skip = False
         self._warned: set[str] = set()
         self._num_eager_runs = 0
         self._num_replays = 0
-        """Since graphs were last dropped."""
+        """Counted since graphs were last dropped."""
         self._num_short_lived = self._num_unsettled = 0
         self._captured: list[torch.optim.Optimizer] = []
 
     def run(self, batch: Any, num_samples: int) -> StepOutcome:
         """Makes one update from one batch."""
         self._updater.reshard()
-        # The first update shows whether the loss counts labels, and may then be skipped.
+        # The first update shows whether the loss counts labels, in which case updates may be skipped.
         if not self._is_prepared or self._was_prepared_to_skip != self._updater.skips_updates:
             self._prepare_optimizers()
         for optimizer in self._captured:
@@ -226,17 +227,18 @@ class GraphStep:
         return self._capture_step(signature, inputs, rebuild)
 
     def reset(self) -> None:
-        """Drops all graphs; the next updates warm up again. Called after a rollback: optimizers hold other tensors."""
+        """Drops all graphs; the next updates warm up again. Called after a rollback, because optimizers have other
+        tensors."""
         self._graphs, self._num_runs, self._is_prepared = {}, {}, False
 
     def close(self) -> None:
-        """Drops all graphs. Called at the end of training: NCCL cannot close a group that a graph uses."""
+        """Drops all graphs. Called at the end of training, because NCCL cannot close a group that a graph uses."""
         self._graphs.clear()
 
     def _fail_eagerly(self, batch: Any, error: Exception) -> NoReturn:
-        """Runs a step whose replay failed eagerly: it then fails with the user's line, and is explained.
+        """Runs a step whose replay failed again in eager mode, so that the error names the user's line.
 
-        With several ranks the error is raised as it is, because the other ranks would not join a second run.
+        With several ranks, the error is raised unchanged, because the other ranks would not join a second run.
         """
         if self._sum_over_ranks is not None:
             raise error
@@ -274,7 +276,7 @@ class GraphStep:
     def _changes_of(self, graph: _Graph) -> list[Change]:
         """Returns what has changed since the capture.
 
-        Compares only after code other than ours has run, because a comparison takes some microseconds.
+        Compares only after user code has run, because a comparison takes some microseconds.
         """
         if not self._compares_always:
             now = (self._num_eager_runs, *self._read_progress()[1:])
@@ -299,7 +301,8 @@ class GraphStep:
             )
 
     def _prepare_optimizers(self) -> None:
-        """Gives optimizers learning rates on the device; those that cannot be captured step after each replay."""
+        """Moves the learning rates of optimizers to the device; optimizers that cannot be captured step after each
+        replay."""
         self._is_prepared = True
         updater = self._updater
         skips = self._was_prepared_to_skip = updater.skips_updates
@@ -324,7 +327,7 @@ class GraphStep:
         self._captured = list(captured.values())
 
     def _may_capture(self, signature: _Signature | None, batch: Any) -> bool:
-        """Counts an update of this signature; returns True if it has warmed up and is to be captured."""
+        """Counts an update of this signature; returns True if it has warmed up and should be captured."""
         if signature is None:
             self._warn_once(
                 "values",
@@ -393,7 +396,7 @@ class GraphStep:
             for parameter in group["params"]
         ]
         guard = MutationGuard(self._guarded)
-        self._step_tensor.read(self._read_progress()[0])  # filled: the captured step reads it as it is
+        self._step_tensor.read(self._read_progress()[0])  # filled, because the captured step reads it unchanged
         self._step_tensor.was_read = False
         with self._explaining():
             recording, values = self._backend.record(run, inputs, parameters=parameters)
@@ -403,7 +406,7 @@ class GraphStep:
             recording, outputs, rate_of, self._step_tensor.was_read, Fingerprint(self._guarded), compared_at=()
         )
         if state_changes:
-            # State was created: this update differs from those that follow, so the next one is captured instead.
+            # State was created, so this update differs from the following ones, and the next one is captured instead.
             self._is_unsettled = True
             self._num_unsettled += 1
             if self._num_unsettled > _MAX_SHORT_LIVED:
@@ -414,7 +417,7 @@ class GraphStep:
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        """Marks the step as captured: updater, detector and storage set aside what the host does after each replay."""
+        """Marks the step as captured: updater, detector and storage record the work of the host after each replay."""
         self._storage.begin_recording()
         self._capture.is_active = True
         try:
@@ -446,7 +449,7 @@ class GraphStep:
             ) from error
 
     def _finish(self, graph: _Graph, values: list[Tensor], *, is_first: bool = False) -> StepOutcome:
-        """Does on the host what `train_step` would have done with the values of a replay."""
+        """Does the host's part of `train_step` with the values of a replay."""
         updater = self._updater
         (loss, metrics, grad_norm, rate), weight, postponed, calls, puts = graph.outputs.read(values)
         if updater.detector is not None:
@@ -498,10 +501,11 @@ def _take_apart(batch: Any, num_samples: int) -> tuple[list[Tensor], _Signature 
 
 
 def number_of(signature: Hashable, *, salt: int) -> int:
-    """Returns 48 bits for the signature of a rank's batch, whose sum over thousands of ranks has fewer than 64 bits.
+    """Returns a 48-bit number for the signature of a rank's batch, so that the sum over thousands of ranks fits into 64
+    bits.
 
-    Each rank has its own `salt`: if two ranks exchange their shapes, the sum changes for all ranks. Python's hash of a
-    tuple is nearly linear: with `hash((salt, signature))` a third of such exchanges would leave the sum unchanged.
+    Each rank has its own `salt`, so the sum changes if two ranks exchange their shapes. Python's hash of a tuple is
+    nearly linear: `hash((salt, signature))` would not detect a third of such exchanges.
     """
     return mix_seed(salt, hash(signature)) & (2**48 - 1)
 

@@ -1,9 +1,9 @@
-"""Finds Python values that a captured step changes: a replay would leave them as they are.
+"""Finds Python values that a captured step changes, because a replay would not change them.
 
-`MutationGuard` compares them before and after the step that is captured, and names the line of user code that changes
-one. `Fingerprint` compares them before a replay: after a change the step is captured again. Both see attributes of the
-model's modules, the trainer, the task, user classes and their files, and the captured optimizers. They do not see what
-only a closure refers to.
+`MutationGuard` compares them before and after the captured step, and names the line of user code that changes one.
+`Fingerprint` compares them before a replay: after a change the step is captured again. Both cover attributes of the
+model's modules, the trainer, the task, user classes and their files, and the captured optimizers. They do not cover
+objects that only a closure refers to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainwright.user_code.mutations import line_of_change
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 ABSENT = object()
-"""Stands for the value of an attribute that does not exist."""
+"""The value of an attribute that does not exist."""
 
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
@@ -60,7 +60,7 @@ class GuardedObjects:
     settings: Callable[[], Mapping[str, Any]]
     """Returns numbers of the update that are fixed in a graph, such as max_grad_norm."""
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
-    """Those that are captured; the others step after each replay."""
+    """The captured optimizers; the others step after each replay."""
 
     def user_classes(self) -> list[type]:
         """Returns the classes of trainer, task and modules that belong to no library, and their bases."""
@@ -71,7 +71,7 @@ class GuardedObjects:
 
 
 class Fingerprint:
-    """The guarded values as they are now.
+    """The current guarded values.
 
     `changes` costs about 1 µs per module while nothing has changed: objects are first compared by identity, through
     views of their containers.
@@ -82,7 +82,7 @@ class Fingerprint:
         self._take()
 
     def changes(self) -> list[Change]:
-        """Returns the values that differ from those at construction; equal values of new objects do not differ."""
+        """Returns the values that differ from those at construction, compared by value."""
         if self._is_unchanged():
             return []
         values = self._read()
@@ -113,7 +113,7 @@ class Fingerprint:
         self._tensors: list[tuple[str, Tensor]] = []
         objects = self._objects
         model, task = objects.trainer.model, objects.trainer.task
-        # A script may hold the trainer in a global, whose attributes are not the user's.
+        # A script may have the trainer as a global, whose attributes are not the user's.
         self._seen: set[int] = {id(objects.trainer), id(task)}
         self._add_modules(type(model).__name__, model, is_root=True)
         if hasattr(task, "__dict__"):
@@ -128,7 +128,8 @@ class Fingerprint:
         self._watch()
 
     def _watch(self) -> None:
-        """Prepares `_is_unchanged`: collects views of all that `_read` reads. Most tables of a module are empty."""
+        """Prepares `_is_unchanged`: collects views of everything that `_read` reads. Most tables of a module are
+        empty."""
         objects = self._objects
         self._attributes = frozenset(vars(objects.trainer))
         self._user_attributes = [name for name in vars(objects.trainer) if name not in objects.own_attributes]
@@ -248,14 +249,14 @@ class Fingerprint:
         if isinstance(value, dict | list | set | deque):
             if len(value) <= _MAX_ENTRIES:
                 if isinstance(value, dict):
-                    self._dicts.append(value)  # compare keys too: renaming a key keeps the values
+                    self._dicts.append(value)  # keys are compared too, because renaming a key keeps the values
                 (self._tables if isinstance(value, dict) else self._rows).append((label, value))  # type: ignore[arg-type]
         elif _is_user_object(value):
             self._tables.append((label, vars(value)))
 
 
 def _values_of(table: Mapping[Any, Any]) -> Collection[Any]:
-    """Returns a live view of the values: the `values` of a subclass of dict may return a list or a generator."""
+    """Returns a live view of the values, because `values` of a subclass of dict may return a list or a generator."""
     return dict.values(table) if isinstance(table, dict) else table.values()
 
 
@@ -307,7 +308,7 @@ def has_user_code_between_steps(
 
 
 def _holds_user_code(hook: object, events: Collection[str]) -> bool:
-    """Returns True if one of our hooks was given functions, for an event or to call at one."""
+    """Returns True if one of our hooks has user functions."""
     return any(
         name in events or (callable(each) and not isinstance(each, BuiltinFunctionType) and is_user_code(each))
         for name, each in vars(hook).items()
@@ -329,7 +330,7 @@ class MutationGuard:
         self._rates = self._rate_stamps()
 
     def reject_changes(self) -> list[Change]:
-        """Raises if the step has replaced or counted something, which a replay would not repeat.
+        """Raises if the step has assigned or counted a value, which a replay would not repeat.
 
         Returns the changes of optimizer state: an update that creates state differs from those that follow.
         """
@@ -354,7 +355,8 @@ class MutationGuard:
         return changes
 
     def _rate_stamps(self) -> dict[str, Any]:
-        """Returns what changes when a learning rate is written, which is a tensor that a step could write in place."""
+        """Returns a value that changes when a learning rate is written; it is a tensor that a step could write in
+        place."""
         return {
             f"optimizer {label}.param_groups[{number}]['lr']": rate_stamp(group["lr"])
             for label, optimizer in self._objects.optimizers.items()

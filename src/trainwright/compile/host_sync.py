@@ -1,7 +1,7 @@
 """Observes one eager pass and reports every host synchronization and data-dependent shape, with the user's lines.
 
 Every operation on a tensor passes a TorchFunctionMode: `.item()`, `float(x)`, `if x:`, `print(x)`, `.cpu()` and
-numpy's conversions too. Labels and token ids out of range are seen before the kernel fails on them.
+numpy's conversions too. Labels and token ids out of range are detected before the kernel fails on them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SELF_AWARE = TORCH + "optim/"
 
 @dataclass(frozen=True)
 class HostUse:
-    """Something that makes the host wait for the device, or a shape depend on values: what, and the fix."""
+    """A host synchronization or a data-dependent shape, with the fix."""
 
     what: str
     fix: str
@@ -78,8 +78,8 @@ _GATHERED = HostUse(
     "torch.tensor([...]) of tensors reads each of them on the host",
     "Use torch.stack([...]), which stays on the device.",
 )
-_REPEATED = HostUse("the shape of repeat_interleave depends on values", "Give it output_size=…, which fixes the shape.")
-_ONE_HOT = HostUse("one_hot without num_classes looks for the largest value", "Give it num_classes=….")
+_REPEATED = HostUse("the shape of repeat_interleave depends on values", "Pass output_size=…, which fixes the shape.")
+_ONE_HOT = HostUse("one_hot without num_classes looks for the largest value", "Pass num_classes=….")
 
 
 WATCHED = ("cross_entropy", "nll_loss", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward")
@@ -88,7 +88,7 @@ WATCHED = ("cross_entropy", "nll_loss", "embedding", "scaled_dot_product_attenti
 
 @dataclass(frozen=True)
 class Sighting:
-    """One use at one location; not `is_direct` if the line called library code that did it."""
+    """One use at one location; `is_direct` is False if the line called library code that did it."""
 
     use: HostUse
     location: SourceLocation
@@ -98,8 +98,8 @@ class Sighting:
 class HostSyncMode(TorchFunctionMode):
     """Records uses of the host by user code; `on_values` sees each call before it runs.
 
-    With `in_forward_only` a use counts only below a function named `forward`: what a user's eval_step does
-    around it runs on the host in every mode.
+    With `in_forward_only`, a use counts only below a function named `forward`, because the rest of a custom eval_step
+    runs on the host in every mode.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ def watching(mode: HostSyncMode) -> Iterator[None]:
     with warnings.catch_warnings():
         # numpy's warning about a `copy` argument that torch drops while a mode is active.
         warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")  # noted with its line
+        warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")  # recorded with its line
         with torch.compiler.set_stance("force_eager"), mode:
             yield
 
@@ -187,7 +187,7 @@ def _host_use(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ho
 
 
 def _names_the_host(value: Any) -> bool:
-    # Only the string: a torch.device may be that of the batch, which is the CPU here in any case.
+    # Only the string, because a torch.device may be that of the batch, which is the CPU here in any case.
     return isinstance(value, str) and value.partition(":")[0] == "cpu"
 
 

@@ -1,7 +1,7 @@
 """Compile mode: the forward and its loss as one compiled region, inspected before the first step.
 
-The trainer passes the function to compile; this module knows no trainer. What torch.compile does during the run is
-reported by reports.py.
+The trainer passes the function to compile; this module knows no trainer. reports.py reports what torch.compile does
+during the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class RegionOutputs(NamedTuple):
-    """What a compiled region returns."""
+    """The result of a compiled region."""
 
     loss: Any
     metrics: dict[str, Any]
@@ -59,17 +59,17 @@ EAGER: Mapping[str, Any] = {
     "runtime.compile_memory_budget": None,
     "runtime.max_graph_breaks": None,
 }
-"""The settings of a trial that runs eagerly, whatever mode the run has."""
+"""The settings of a trial that runs eagerly in every mode."""
 _BACKEND = "inductor"
 _OF_BLOCKS = ("compile_mode", "compile_options")
-"""Settings that `model.compile_repeated_blocks` uses in mode eager too."""
+"""Settings that `model.compile_repeated_blocks` also uses in eager mode."""
 _CUDA_GRAPHS = "triton.cudagraphs"
 
 
 def check_mode(config: RunConfig, axes: Mapping[str, int]) -> None:
-    """Raises for a mode that the other settings do not allow, for settings of other modes and unknown options.
+    """Raises for a mode that is incompatible with other settings, for settings of other modes, and for unknown options.
 
-    Imports torch's compiler only where its options are set.
+    Imports torch's compiler only if its options are set.
     """
     runtime = config.runtime
     _check_compiler_settings(config)
@@ -162,7 +162,7 @@ def check_compile_backend(config: RunConfig) -> str | None:
 class CompiledForward:
     """Runs the forward of a run and its loss, compiled where possible.
 
-    Training and evaluation are two regions: other shapes in one do not recompile the other.
+    Training and evaluation are two regions, so new shapes in one do not recompile the other.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class CompiledForward:
         keeps_training_outputs: bool = True,
         sums_gradients: bool = False,
     ) -> None:
-        """`owners` are searched for the forward that the user wrote: trainer, task, model.
+        """`owners` (trainer, task, model) are searched for the user's forward.
 
         Without `keeps_training_outputs` only the names of the outputs leave the training region: logits that leave a
-        graph are kept in memory. With `sums_gradients` each block is a graph of its own, so that the sum of gradients
+        graph are kept in memory. With `sums_gradients`, each block is a separate graph, so the reduction of gradients
         over replicas overlaps with the backward.
         """
         runtime = config.runtime
@@ -212,27 +212,27 @@ class CompiledForward:
             with self._compiling():
                 outputs = region(self._compute, batch)
         except TypeError:
-            # Which keys of a batch a forward does not accept is checked only outside a graph.
+            # The keys of a batch are checked against the forward only outside of a graph.
             with torch.compiler.set_stance("force_eager"):
                 self._compute(batch)
             raise
-        # Files what the graph has put: with these names still pending, the next micro-batch would be another graph.
+        # Stores the values that the graph has put; with pending names, the next micro-batch would be another graph.
         self._storage.file_traced()
         if self._max_breaks is not None and len(self.compilations.breaks) > self._max_breaks:
             self._reject_breaks(list(self.compilations.breaks.values()))
         return outputs
 
     def _choose_contexts(self, model: nn.Module) -> list[Callable[[], AbstractContextManager[Any]]]:
-        """Returns the contexts of a call. torch's settings are global, so they are set for the call alone."""
+        """Returns the contexts of a call. torch's settings are global, so they are set only during the call."""
         runtime = self._config.runtime
         chosen: list[Callable[[], AbstractContextManager[Any]]] = []
         if self._rejects_breaks:
             chosen.append(lambda: torch._dynamo.error_on_graph_break(True))
         elif runtime.max_graph_breaks is not None:
-            # The limit also holds without the hook that reports breaks.
+            # The limit also applies without the hook that reports breaks.
             chosen.append(lambda: listening(self.compilations))
         if has_around(model, Recomputed):
-            # What a block puts into the event storage is put in its first pass only.
+            # Values that a block puts into the event storage are counted only in its first pass.
             chosen.append(side_effects_once)
         if runtime.compile_memory_budget is not None:
             budget = {"activation_memory_budget": runtime.compile_memory_budget}
@@ -292,7 +292,7 @@ def user_files_of(project_dir: Any, owners: Iterable[Any]) -> UserFiles:
 
 
 def _location_of_forward(owners: Iterable[Any], users: UserFiles) -> str:
-    """Returns where the user's forward is written."""
+    """Returns the source location of the user's forward."""
     name = ""
     for owner in owners:
         code = getattr(inspect.unwrap(type(owner).forward), "__code__", None)
@@ -310,12 +310,12 @@ def _compile(region: Any, name: str, backend: str, arguments: Mapping[str, Any])
 
 
 def _run_forward(compute: Compute, batch: Any) -> RegionOutputs:
-    """The region. The weight of a plain loss is applied outside: a number that changes would be another graph."""
+    """The region. The weight of a plain loss is applied outside, because a changing number would be another graph."""
     return compute(batch)
 
 
 def _run_to_loss(compute: Compute, batch: Any) -> RegionOutputs:
-    """The same with metrics without gradients, and of the outputs only their names."""
+    """The same with detached metrics, and only the names of the outputs."""
     loss, metrics, outputs, num_targets = compute(batch)
     metrics = {name: _detach(value) for name, value in metrics.items()}
     return RegionOutputs(loss, metrics, None if outputs is None else dict.fromkeys(outputs), num_targets)
@@ -336,7 +336,7 @@ def inspect_forward(
     storage: EventStorage,
     backend: Backend,
 ) -> None:
-    """Runs one forward and reports what cannot be compiled, before minutes go into compiling.
+    """Runs one forward and reports code that cannot be compiled, before the compilation, which takes minutes.
 
     Uses of the host that break a compiled graph are warnings; they are errors, listed together, in mode graph and with
     `runtime.max_graph_breaks: 0`. Restores everything that the forward changed.
@@ -407,21 +407,21 @@ def _watch_forward(
 
 
 _IMMUTABLE = (bool, int, float, str, bytes, type(None))
-# Parameters of a sharded model are replaced during a forward, where they are gathered.
+# Parameters of a sharded model are replaced when they are gathered in a forward.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 class ObjectSnapshot:
-    """The state of some objects, to be restored later.
+    """The state of some objects, to restore later.
 
-    Keeps which attributes there are and what each refers to; the contents of lists, dicts, sets and deques; the values
-    of tensors that are not parameters; the states of generators; and the same for every container, module and object of
-    a user class that these refer to. Other objects are left alone: some belong to other threads.
+    Keeps the attributes and their values; the contents of lists, dicts, sets and deques; the values of tensors that are
+    not parameters; the states of generators; and, recursively, the same for containers, modules and objects of user
+    classes. Other objects are not changed, because some belong to other threads.
     """
 
     def __init__(self, owners: Iterable[Any], users: UserFiles) -> None:
         self._users = users
-        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so no id is reused
         self._actions: list[Callable[[], object]] = []
         self._pending: list[Any] = []
         for owner in owners:

@@ -30,10 +30,10 @@ _EXPLANATION = re.compile(r"^\s*Explanation: (.+)$", re.MULTILINE)
 _HINT = re.compile(r"^\s*Hint: (.+)$", re.MULTILINE)
 _GUARD = re.compile(r"^\s*- \d+/\d+: (.+)$", re.MULTILINE)
 _COMPILED = (PACKAGE + "compile/regions.py", PACKAGE + "memory/repeated_blocks.py")
-# A hint of no use to who trains: they say that torch cannot do it.
+# Hints that do not help a user, because they only say that torch does not support it.
 _IDLE_HINTS = ("issue", "fundamental", "fullgraph", "TORCH_LOGS", "torch._dynamo.config", "Avoid calling")
 _PREFACE = "Encountered graph break when attempting to trace"
-# An evaluation runs without gradients, which is a graph of its own by design.
+# An evaluation runs without gradients, which is a separate graph by design.
 _BY_DESIGN = "GLOBAL_STATE changed: grad_mode"
 _CACHE_COUNTERS = (("aot_autograd", "autograd_cache_hit"), ("inductor", "fxgraph_cache_hit"))
 
@@ -64,7 +64,7 @@ class Recompilation:
 
 @dataclass
 class News:
-    """What was compiled since the last call of `take`."""
+    """The compilations since the last call of `take`."""
 
     seconds: float = 0.0
     num_graphs: int = 0
@@ -77,7 +77,7 @@ class Compilations:
     """Follows torch.compile between `begin` and `end`; `has_news` is False in steps without a compilation."""
 
     def __init__(self, users: UserFiles, *, forward: str = "the forward") -> None:
-        """`forward` is the location of the forward, reported where torch knows no line."""
+        """`forward` is the location of the forward, which is reported if torch provides no line."""
         self.has_news = False
         self._forward = forward
         self.breaks: dict[tuple[str, str], GraphBreak] = {}
@@ -94,7 +94,7 @@ class Compilations:
 
         if self._ears:
             return
-        # Asked before the first ear asks torch for records itself.
+        # Read before the first listener enables torch's records.
         wanted = set(torch._logging._internal.log_state.artifact_names)
         for name, what in _LOGGERS.items():
             hear = self._hear_break if what == _BREAKS else self._hear_recompilation
@@ -109,7 +109,7 @@ class Compilations:
         return bool(self._ears)
 
     def end(self) -> None:
-        """Stops listening, and leaves torch's loggers as they were."""
+        """Stops listening, and restores torch's loggers."""
         from torch._dynamo.callback import callback_handler
 
         if not self._ears:
@@ -155,7 +155,7 @@ class Compilations:
         stack = [(file, int(line)) for file, line in _FRAME.findall(text)]
         location = self._location_of(stack) or (f"{shown_path(match[1])}:{match[2]}" if match else self._forward)
         graph_break = GraphBreak(location, *_words(reason))
-        # A broken function is traced again piece by piece, and tells of the same break each time.
+        # A function with a break is traced again piece by piece, and reports the same break each time.
         if (location, graph_break.reason) not in self.breaks:
             self.breaks[location, graph_break.reason] = graph_break
             self._news.breaks.append(graph_break)
@@ -175,21 +175,21 @@ class Compilations:
         found = None
         for file, line in stack:
             if file in _COMPILED:
-                found = None  # what came before is the script that calls train()
+                found = None  # the outer frames are the script that calls train()
             elif file in self._users:
                 found = f"{shown_path(file)}:{line}"
         return found
 
 
 class _Ear(logging.Filter):
-    """Receives the records of one of torch's loggers, and passes them on only if they were enabled before."""
+    """Receives the records of one of torch's loggers, and forwards them only if they were enabled before."""
 
     def __init__(self, source: logging.Logger, artifact: str, hear: Any, *, was_wanted: bool) -> None:
         super().__init__()
         self._source, self._artifact, self._hear, self._was_wanted = source, artifact, hear, was_wanted
         self._level = source.level
         if not was_wanted:
-            # Torch asks here before it writes a record.
+            # torch calls this before it writes a record.
             torch._logging._internal.log_state.artifact_names.add(artifact)
             source.setLevel(logging.DEBUG)
         source.addFilter(self)
@@ -200,7 +200,7 @@ class _Ear(logging.Filter):
         return self._was_wanted
 
     def close(self) -> None:
-        """Leaves the logger as it was."""
+        """Restores the logger."""
         self._source.removeFilter(self)
         if not self._was_wanted:
             self._source.setLevel(self._level)

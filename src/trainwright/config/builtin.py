@@ -1,4 +1,4 @@
-"""The table of built-in component names. It holds import paths, so that a class is imported when it is used.
+"""The table of built-in component names. It contains import paths, so a class is imported only when it is used.
 
 registry/resolve.py turns a name into a class.
 """
@@ -125,9 +125,9 @@ BUILT_INS: Mapping[str, Mapping[str, str]] = {
 }
 
 IN_CODE = ("in_code:", "in_code_with_model:")
-"""Prefixes of the recorded type of a class that was given in code and that no later process can build.
+"""Prefixes of the recorded type of a class that was passed in code and that no later process can build.
 
-The name of the class follows. The second prefix says that the class builds the model.
+The name of the class follows. The second prefix means that the class builds the model.
 """
 
 KIND_FOLDERS: Mapping[str, str] = {kind: "losses" if kind == "loss" else f"{kind}s" for kind in BUILT_INS}

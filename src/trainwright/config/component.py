@@ -62,7 +62,7 @@ class Component(Frozen[Any]):
 
     @property
     def verbatim(self) -> frozenset[str]:
-        """The names of arguments in which no nested component is built."""
+        """The names of arguments whose nested components are not built."""
         return frozenset()
 
     @property
@@ -72,7 +72,7 @@ class Component(Frozen[Any]):
 
     @property
     def origin(self) -> Origin | None:
-        """Where the component is written; None if it was created in Python. Not compared by `==`."""
+        """The source location of the component; None if it was created in Python. Not compared by `==`."""
         return self._origin
 
     def located_at(self, origin: Origin | None) -> Component:
@@ -153,7 +153,7 @@ class ModelSection(Component):
 
     @property
     def verbatim(self) -> frozenset[str]:
-        """The names in `args`, whose values are passed as they are written."""
+        """The names in `args`, whose values are passed unchanged."""
         return frozenset(self._values.get("args", ()))
 
     @classmethod

@@ -31,26 +31,26 @@ _FILE_REFERENCE = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_][\w.]*)")
 _MAX_LETTERS = 10_000_000
 _RUN_CONFIG = "config.yaml"
 _RUN_FILES = ("environment.json", "metrics.json", "log.txt", "checkpoints")
-"""A file of the name above next to one of these, or with `project_dir`, is the config of a run folder."""
+"""A config.yaml next to one of these, or with `project_dir`, is the config of a run folder."""
 
 
 @dataclass(frozen=True)
 class ConfigDocument:
-    """The settings of a file merged with those it extends, and the folder that relative paths start from."""
+    """The settings of a file merged with those that it extends, and the folder to which paths are relative."""
 
     settings: Node
     project_dir: Path
     untrusted_file: str | None = None
-    """The file among them that is of a run folder without a signature by this user; None: there is none."""
+    """The file among them that belongs to a run folder and is not signed by this user; None if there is none."""
     groups: tuple[Group, ...] = ()
-    """The group files that they use."""
+    """The group files used by the settings."""
 
 
 def read_document(path: str | os.PathLike[str], *, trust: bool | None = None) -> ConfigDocument:
     """Return the file at `path` merged with the files that it extends.
 
-    `trust` True trusts every file, None those that are not of a run folder or are signed, False only signed ones. An
-    untrusted file cannot extend a Python file.
+    `trust` True trusts every file; None trusts files that do not belong to a run folder or are signed; False trusts
+    only signed files. An untrusted file cannot extend a Python file.
     """
     return _read(Path(path), (), shown=shown_path(path), trust=trust)
 
@@ -63,10 +63,11 @@ def resolve_document(
     trust: bool | None = None,
     untrusted_file: str | None = None,
 ) -> ConfigDocument:
-    """Return `settings`, which are written in `folder`, merged with all that they extend.
+    """Return `settings` of a file in `folder`, merged with the files that they extend.
 
     A saved run's `project_dir` replaces `folder`. `chain` has the files being read, outermost first.
-    `untrusted_file` is the file of `settings` if it is not trusted; then the files that it extends are not either.
+    `untrusted_file` is the file of `settings` if it is not trusted; the files that it extends are then not trusted
+    either.
     """
     given = settings.value.get("project_dir")
     if given is not None and not isinstance(given.value, str):
@@ -108,7 +109,7 @@ def group_reader(folder: Path) -> GroupReader:
 
 
 def save_document(path: str | os.PathLike[str], settings: dict[str, Any], *, is_signed: bool = False) -> None:
-    """Write `settings` as YAML, atomically; with `is_signed` as those of a run of this user."""
+    """Write `settings` as YAML atomically; with `is_signed`, with this user's signature."""
     text = yaml_text.write(settings)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +179,7 @@ def parse_file(path: Path, shown: str) -> Node:
 def _text_of(path: Path, shown: str) -> str:
     try:
         with path.open(encoding="utf-8-sig") as file:
-            text = file.read(_MAX_LETTERS + 1)  # a link may lead to a device without end
+            text = file.read(_MAX_LETTERS + 1)  # a link may refer to an endless device
     except FileNotFoundError as error:
         folder = path.parent
         kind = "*.py" if path.suffix == ".py" else "*.y*ml"
@@ -211,7 +212,7 @@ def _extended(settings: Node) -> Iterator[Node]:
 def _find_extended(entry: Node, folder: Path) -> tuple[Path, bool]:
     """Return the file that `entry` names in the folder of the extending one (False), or a packaged one (True)."""
     name: str = entry.value
-    with suppress(OSError):  # a name that is too long
+    with suppress(OSError):  # the name is too long
         if (folder / name).is_file():
             return folder / name, False
     packaged = _packaged_files()

@@ -119,7 +119,7 @@ def thaw(value: Any) -> Any:
 
 
 def plain_scalar(value: Any) -> bool | int | float | str | None:
-    """Return a number or text as the built-in type that YAML has; None for anything else.
+    """Return a number or text as the built-in type of YAML; None for anything else.
 
     Accepts subclasses (a str enum) and numpy's scalars.
     """

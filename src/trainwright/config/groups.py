@@ -1,7 +1,7 @@
 """Config groups: `trainer=lm-xl`, or `trainer: lm-xl` in a file, is the section in configs/trainer/lm-xl.yaml.
 
-The folder `configs` is next to the file that uses the name, or in the package. A group file has one section, a
-component or a list, as if it was written in the file that uses it; `extends` in it names other files of its folder.
+The folder `configs` is next to the file that uses the name, or in the package. A group file contains one section, a
+component or a list, which replaces the name in the file that uses it; its `extends` names other files of its folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = "configs"
 _NAME = re.compile(r"\w[\w.+-]*")
 _MAX_NAME = 100
 _MAX_FILES = 200
-"""Group files that one file may use; links between folders could make them endless."""
+"""The maximum number of group files of one file; links between folders could be cyclic."""
 
 KINDS: Mapping[str, str] = {
     "train": "dataset",
@@ -35,7 +35,7 @@ KINDS: Mapping[str, str] = {
     "benchmarks": "benchmark",
     "rewards": "reward",
 }
-"""The kind of component at a key; other keys are named like the kind."""
+"""The kind of component of a key, for keys whose name differs from the kind."""
 
 
 class Group(NamedTuple):
@@ -47,7 +47,7 @@ class Group(NamedTuple):
     file: str
     """The group file, for messages."""
     where: Origin | None
-    """Where the name is written."""
+    """The source location of the name."""
 
 
 ReadFile = Callable[[Path], Node]
@@ -74,7 +74,7 @@ def group_names(folder: Path, path: KeyPath) -> list[str]:
 
 
 def missing(name: str, folder: Path, path: KeyPath) -> str:
-    """Return what is wrong with a name that is not a group of the setting at `path`."""
+    """Describe why a name is not a group of the setting at `path`."""
     known = group_names(folder, path)
     below = f"{FOLDER}/{'/'.join(map(str, path))}"
     if known:
@@ -168,7 +168,7 @@ class GroupReader:
 
 
 def ambiguous(group: Group, kind: str) -> ConfigError:
-    """Return the error about a name that is both a group file and a component."""
+    """Return the error for a name that is both a group file and a component."""
     advice = f"Rename the file, or write {{type: {group.name}}} for the {kind}."
     problem = f'"{group.name}" is both the file {group.file} and the name of a component ({kind}).'
     return ConfigError(f"{dotted(group.path)}: {problem} {advice}", where=group.where)
@@ -181,6 +181,6 @@ def _group_folders(folder: Path, path: KeyPath) -> list[Path]:
         return []
     roots = [folder / FOLDER, *([folder] if folder.name == FOLDER else []), packaged_folder()]
     found = [root.joinpath(*keys) for root in roots]
-    with suppress(OSError):  # a path that is too long
+    with suppress(OSError):  # the path is too long
         return [each for each in found if each.is_dir()]
     return []

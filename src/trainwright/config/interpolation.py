@@ -1,8 +1,8 @@
 """References between settings: `name: lm-${seed}`, `lr: ${trainer.optimizer.lr}`, `path: ${env:DATA}/train`.
 
 References are resolved after extended files, groups and overrides are merged, so they follow an override. A value that
-is one reference has the type of its target; a reference within text must be a number, a boolean or text. `$${` is a
-literal `${`.
+consists of one reference has the type of its target; a reference within text must be a number, a boolean or text. `$${`
+is a literal `${`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECRET = re.compile(
 )
 """Names of environment variables whose values must not be saved."""
 _MAX_REPEATED = 20_000
-"""Values that references may repeat, as for the aliases of YAML."""
+"""The maximum number of values that references may repeat, as for YAML aliases."""
 _MAX_LETTERS = 100_000
 _MAX_SHOWN = 60
 
@@ -33,7 +33,7 @@ _MAX_SHOWN = 60
 def interpolate(settings: Node, defaults: Node, *, untrusted_file: str | None = None) -> Node:
     """Return `settings` with all references resolved; `defaults` has the values of settings that are not set.
 
-    The origin of a resolved value is where the reference is written. Settings of an untrusted file cannot read the
+    The origin of a resolved value is that of the reference. Settings of an untrusted file cannot read the
     environment.
     """
     return _Resolver(settings, defaults, untrusted_file).resolve(settings, ())
@@ -45,7 +45,7 @@ def escape(settings: Node) -> Node:
 
 
 def escape_text(text: str) -> str:
-    """Return text in which `${` is literal."""
+    """Return text with `${` escaped."""
     return text.replace("${", "$${")
 
 
@@ -65,7 +65,7 @@ class _Resolver:
         self._untrusted_file = untrusted_file
         self._open: list[KeyPath] = []  # the texts being resolved, outermost first
         self._resolved: dict[KeyPath, Node] = {}  # texts with references, by path
-        self._sizes: dict[int, tuple[Node, int]] = {}  # by id; the node is kept, so that the id stays its own
+        self._sizes: dict[int, tuple[Node, int]] = {}  # by id; the node is kept, so that its id is not reused
         self._depth = 0
         self._num_repeated = 0
 
@@ -169,7 +169,7 @@ class _Resolver:
         return found, done
 
     def _follow(self, node: Node, path: KeyPath) -> tuple[Node, KeyPath]:
-        """Return the mapping or list that a reference on the way to a setting names; any other value unchanged."""
+        """Return the mapping or list that a reference on the path to a setting names; any other value unchanged."""
         whole = _MARK.fullmatch(node.value) if isinstance(node.value, str) else None
         if whole is None or whole["inner"] is None or _PATH.fullmatch(whole["inner"].strip()) is None:
             return node, path
@@ -220,7 +220,7 @@ class _Resolver:
         return value
 
     def _size(self, node: Node) -> int:
-        """Return the number of values in a resolved tree, which may contain the same node many times."""
+        """Return the number of values in a resolved tree, which may contain a node several times."""
         if not isinstance(node.value, dict | tuple):
             return 1
         if id(node) not in self._sizes:
@@ -238,5 +238,5 @@ def _below(node: Node, key: str) -> Node | None:
         return found
     if isinstance(node.value, tuple):
         return node.value[int(key)] if key.isdecimal() and int(key) < len(node.value) else None
-    # A component that is written as its bare type.
+    # A component that is given as a bare type.
     return node if key == "type" and isinstance(node.value, str) else None

@@ -133,7 +133,7 @@ def _process() -> Json:
         "minLength": 1,
     }
     properties = {"type": type_, **options["properties"]}
-    about = "A function with its arguments and these settings; or its name alone."
+    about = "A function with its arguments and the following settings, or its name."
     return {
         "description": about,
         "type": "object",
@@ -144,7 +144,7 @@ def _process() -> Json:
 
 
 def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
-    """Add what validators accept in addition to the types of the fields, and what they reject."""
+    """Add values that validators accept in addition to the types of the fields, and values that they reject."""
     properties = {name: section["properties"] for name, section in sections.items()}
     run, data, trainer = properties["RunConfig"], properties["DataSection"], properties["TrainerSection"]
     for key, field in RunConfig.model_fields.items():
@@ -154,7 +154,7 @@ def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
     runtime = properties["RuntimeSection"]
     runtime["mesh"] = _or_null(runtime["mesh"])
     run["writers"]["default"] = [each.type for each in RunConfig().writers]
-    del run["name"]["default"]  # it is the name of the file
+    del run["name"]["default"]  # the file's name is used
     data["collator"]["default"] = RunConfig().data.collator.type
     sets = {**data["eval"], "propertyNames": {"pattern": "^[a-z][a-z0-9_-]*$", "not": {"enum": ["train", "type"]}}}
     data["eval"] = _any_of(sets, {"$ref": "#/$defs/dataset"}, {"type": "null"})
@@ -177,7 +177,7 @@ def _widen(sections: Json, type_names: Mapping[str, Sequence[str]]) -> None:
     # Which of the built-in trainers has an option is checked by `load`.
     known = [*trainer, *dict.fromkeys(name for each in TRAINER_OPTIONS.values() for name in each.model_fields)]
     trainer["type"]["anyOf"] = [{"enum": [*type_names["trainer"]]}, {"type": trainer["type"].pop("type")}]
-    # A user's trainer may have further keys, its options.
+    # A custom trainer may have further keys, its options.
     sections["TrainerSection"] |= {
         "additionalProperties": True,
         "if": {"properties": {"type": {"enum": [*BUILT_IN_TRAINERS]}}},
@@ -190,7 +190,7 @@ def _or_null(schema: Json) -> Json:
 
 
 def _any_of(first: Json, *others: Json) -> Json:
-    """Return the schema that accepts any of these; description and default stay outside."""
+    """Return the schema that accepts any of these; description and default are kept at the top."""
     about = {key: value for key, value in first.items() if key in ("description", "default")}
     rest = {key: value for key, value in first.items() if key not in about}
     return {**about, "anyOf": [rest, *others]}

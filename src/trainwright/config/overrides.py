@@ -62,7 +62,7 @@ def parse_removal(text: str) -> tuple[tuple[str, ...], Origin]:
 
 
 def reject_removals(settings: Node, path: KeyPath = ()) -> None:
-    """Raise for a key `~name` of a file that has a value, or that found nothing to remove in the extended files."""
+    """Raise for a key `~name` of a file that has a value, or that removed nothing from the extended files."""
     if isinstance(settings.value, tuple):
         for index, item in enumerate(settings.value):
             reject_removals(item, (*path, index))
@@ -104,7 +104,7 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Node]:
     path = _path(left, where)
     if not equals or not all(path):
         problem = "an override is written key=value, such as trainer.max_steps=5"
-        missing = "it has no =" if not equals else "a component of the key is empty"
+        missing = "it has no =" if not equals else "a part of the key is empty"
         raise ConfigError(f"{problem}; {missing}.", where=where)
     if path[0] in ("extends", "project_dir"):
         raise ConfigError(f"{path[0]}: is read from the file only. Set it there.", where=where)
@@ -174,5 +174,5 @@ def _index(key: str, settings: Node, here: str, where: Origin | None) -> int:
     if int(key) >= length:
         known = f"0 to {length - 1}" if length else "none"
         problem = f"{here}: is a list of {length}, so there is no index {key} (known: {known})."
-        raise ConfigError(f"{problem} Replace the list whole: {here}=[…].", where=where)
+        raise ConfigError(f"{problem} Replace the whole list: {here}=[…].", where=where)
     return int(key)

@@ -1,6 +1,6 @@
-"""Error messages about settings: what is wrong, what was given, what to do.
+"""Error messages for settings: what is wrong, what was given, what to do.
 
-Most errors come from pydantic and become one sentence each here. schema.py adds where the setting is written.
+Converts pydantic's errors to one sentence each. schema.py adds the location of the setting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainwright.errors import ConfigError
 
 
 class Problem(NamedTuple):
-    """What is wrong with the setting at `path`; `text` is a full sentence without the path."""
+    """A problem with the setting at `path`; `text` is a full sentence without the path."""
 
     path: KeyPath
     text: str
@@ -96,7 +96,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
 
 
 def raise_all(problems: list[Problem], origin_of: Callable[[KeyPath], Origin | None]) -> None:
-    """Raise one ConfigError for all problems, a line each, in the order of the file; returns if there are none."""
+    """Raise one ConfigError for all problems, one per line, in the order of the file; returns if there are none."""
     found = [(origin_of(problem.path), problem) for problem in problems]
     found.sort(key=lambda pair: (pair[0] is None, pair[0] or Origin("", 0)))
     lines = [_sentence(problem) for _, problem in found]

@@ -1,8 +1,8 @@
 """Config files in Python: executes one and returns its settings with the line of each.
 
-A file defines `config` (a RunConfig or a dict), or a variable for each section. It and the modules in its folder that
-it imports are executed each time it is read; sys.path does not change. Nothing is built here: components hold the
-names by which the registry finds their classes (component.py).
+A file defines `config` (a RunConfig or a dict), or a variable for each section. The file, and the modules in its folder
+that it imports, are executed each time it is read; sys.path does not change. Nothing is built here: components contain
+the names by which the registry finds their classes (component.py).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _DEFAULT_NAME = "run"  # a RunConfig with this default is named after the file, 
 
 
 def read_python(path: Path, source: str, shown: str) -> tuple[Node, bool]:
-    """Execute the file at `path`, whose text is `source`, and return its settings; messages call it `shown`.
+    """Execute the file at `path`, whose text is `source`, and return its settings; `shown` is its name in messages.
 
-    Also return True if they are those of an untrusted run folder, which the file has loaded.
+    Also return whether they come from an untrusted run folder that the file has loaded.
     """
     from trainwright.config.schema import RunConfig  # it imports this file
 
@@ -73,7 +73,7 @@ def read_python(path: Path, source: str, shown: str) -> tuple[Node, bool]:
 
 
 def _reject_other_name(values: Mapping[str, Any], found: Mapping[str, Any], lines: _Lines, shown: str) -> None:
-    """Reject settings in a variable that is not called `config`, in a file that does not define a run otherwise."""
+    """Reject settings in a variable with another name than `config`, if the file does not define a run otherwise."""
     if found.keys() & _ESSENTIAL:
         return
     for name, value in values.items():
@@ -87,12 +87,12 @@ def _reject_other_name(values: Mapping[str, Any], found: Mapping[str, Any], line
 def as_settings(found: Any, origins: Mapping[KeyPath, Origin]) -> dict[str, Any]:
     """Return a RunConfig or a mapping that Python code has created as plain settings.
 
-    `origins` has the location of that code at (), and the lines of single settings. The project folder of a RunConfig
-    is kept, unless it is the current one.
+    `origins` has the location of the code at (), and the lines of single settings. The project folder of a RunConfig
+    is kept unless it is the current folder.
     """
     if isinstance(found, Mapping):
         return as_yaml_value(found, (), origins)  # type: ignore[no-any-return]  # a dict, as for every mapping
-    settings: dict[str, Any] = escape_plain(found.to_dict())  # its references are resolved already
+    settings: dict[str, Any] = escape_plain(found.to_dict())  # its references are already resolved
     if settings["name"] == _DEFAULT_NAME:
         del settings["name"]
     return settings if found.project_dir == Path.cwd() else {**settings, "project_dir": str(found.project_dir)}
@@ -166,7 +166,8 @@ def _run(path: Path, shown: str) -> ModuleType:
 
 
 class _Uncached(SourceFileLoader):
-    """Ignores cached bytecode, whose timestamp has a resolution of a second: a config may change twice in one."""
+    """Ignores cached bytecode, because its timestamp has a resolution of one second, in which a config may change
+    twice."""
 
     def get_code(self, fullname: str) -> Any:
         """Return the code of the file."""
@@ -193,10 +194,10 @@ def _explained(error: BaseException, path: Path, shown: str) -> ConfigError:
 
 @contextmanager
 def folder_modules(folder: Path, package: str) -> Iterator[None]:
-    """Let `import base` find base.py in the folder, as for a script there; removes these modules afterwards."""
+    """Let `import base` find base.py in the folder, as for a script there; remove these modules afterwards."""
     modules = {file.stem for file in folder.glob("*.py")} | {file.parent.name for file in folder.glob("*/__init__.py")}
     modules -= sys.stdlib_module_names
-    # A folder without __init__.py, such as datasets/, must not hide an installed package: it is searched last.
+    # A folder without __init__.py, such as datasets/, must not hide an installed package, so it is searched last.
     others = {each.name for each in folder.iterdir() if each.is_dir()} - modules - sys.stdlib_module_names
     stale = {name for name in others if name in sys.modules and not _would_be_found(name)}
     foreign = {name for name in modules | stale if name in sys.modules and not _is_in(name, folder)}
@@ -216,13 +217,14 @@ def folder_modules(folder: Path, package: str) -> Iterator[None]:
 
 
 def _is_in(name: str, folder: Path) -> bool:
-    """Return True if the program has imported this module from the folder; it is then used as it is."""
+    """Return True if the program has imported this module from the folder; it is then used without executing it
+    again."""
     file = getattr(sys.modules[name], "__file__", None)
     return file is not None and Path(file).is_relative_to(folder)
 
 
 def _would_be_found(name: str) -> bool:
-    """Return False for a loaded module that a config in another folder has left and that Python would not find."""
+    """Return False for a loaded module that remains from a config in another folder and that Python would not find."""
     finders = (getattr(each, "find_spec", None) for each in sys.meta_path)
     specs = (find(name, None) for find in finders if find is not None)
     found = next((spec for spec in specs if spec is not None), None)

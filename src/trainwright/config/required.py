@@ -1,8 +1,8 @@
 """Required settings: `path: ${required:chats, such as chats.jsonl}` is set by the file that extends this one.
 
-The text after `required:` says what the setting is; what follows the last `, such as ` is an example, in YAML. A run
-in which such a setting is not set is rejected. The packaged recipes in configs/recipes/ leave the user's choices to
-required settings.
+The text after `required:` describes the setting; the text after the last `, such as ` is an example in YAML. A run that
+does not set such a setting raises. The packaged recipes in configs/recipes/ use required settings for the user's
+choices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECIPES = "recipes"
 
 
 class Required(NamedTuple):
-    """A setting that has to be set."""
+    """A required setting."""
 
     path: KeyPath
     meaning: str
@@ -77,7 +77,7 @@ def reject_missing(settings: Node) -> None:
     missing = list(required_settings(settings))
     if not missing:
         return
-    # As a run file is written: the model first.
+    # In the order of a run file: the model first.
     missing.sort(key=lambda each: (each.where is None, each.where or Origin("", 0), each.path[0] != "model"))
     what = "a required setting is" if len(missing) == 1 else f"{len(missing)} required settings are"
     lines = [f"  {each.name}: {each.meaning}" for each in missing]
@@ -93,7 +93,7 @@ def example_lines(required: Iterable[Required]) -> list[str]:
     sections: dict[str, Any] = {}
     for each in required:
         below = sections
-        # A list is replaced as a whole.
+        # A list is replaced completely.
         keys = [str(key) for key in itertools.takewhile(lambda key: isinstance(key, str), each.path)]
         for key in keys[:-1]:
             below = below.setdefault(key, {})

@@ -1,6 +1,6 @@
 """Derives the mesh from the world size, and the three batch sizes from those that are set.
 
-A config is not changed: build/ puts the results into the run's copy with `config.derive`.
+A config is not changed; build/ puts the results into the run's copy with `config.derive`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class BatchPlan:
     varies: bool = False
     """True if a batch has as many samples as `next_train_inputs` returns; then the sizes are those of evaluations."""
     splits_by_size: bool = False
-    """With `varies`: whether a batch is split into micro-batches of at most `micro_batch_size` samples."""
+    """With `varies`, whether a batch is split into micro-batches of at most `micro_batch_size` samples."""
 
     def num_micro_batches(self, num_samples: int) -> int:
         """Return the number of micro-batches of a rank's batch with this number of samples."""
@@ -58,7 +58,7 @@ def resolve_mesh(config: RunConfig, world_size: int) -> dict[str, int]:
 
 
 def known_data_ranks(config: RunConfig) -> int:
-    """Return replicate × fsdp as far as the mesh fixes them; an axis that is -1 or not set counts as 1."""
+    """Return replicate × fsdp as far as the mesh specifies them; an axis that is -1 or not set counts as 1."""
     axes = (config.runtime.mesh.replicate, config.runtime.mesh.fsdp)
     return math.prod(size for size in axes if size is not None and size > 0)
 
@@ -66,7 +66,7 @@ def known_data_ranks(config: RunConfig) -> int:
 def resolve_batch(config: RunConfig, data_ranks: int, *, makes_batches: bool = False) -> BatchPlan:
     """Return the three batch sizes: missing ones are derived, a contradiction raises.
 
-    With micro_batch_size: auto it is the upper limit: the rank's whole batch in one forward. If the trainer
+    With micro_batch_size: auto, the size is the upper limit, the rank's whole batch in one forward. If the trainer
     `makes_batches` without a dataset and the settings do not determine the number of samples, it varies.
     """
     trainer = config.trainer

@@ -69,11 +69,11 @@ _DEFAULT_COMPONENTS: Mapping[str, Any] = {"writers": ["console", "json"], "data"
 
 
 _MAX_NAME_BYTES = 240
-"""Of each part of a run's name: file systems allow 255, and files next to the folder have a suffix."""
+"""The limit for each part of a run's name: file systems allow 255 bytes, and files next to the folder have a suffix."""
 
 
 def _folder_name(name: Any) -> Any:
-    """Reject a name that is not a folder below output_dir, or that a terminal or a shell shows differently."""
+    """Reject a name that is not a folder below output_dir, or that a terminal or a shell would show differently."""
     if not isinstance(name, str):
         return name
     parts = name.split("/")
@@ -108,7 +108,7 @@ class RunConfig(Section):
     output_dir: Annotated[str, Field(min_length=1)] = "runs"
     """The folder of run folders, relative to the current directory."""
     seed: Annotated[Whole, Field(ge=0)] = 42
-    """Determines all random numbers and the order of the data."""
+    """The seed of all random numbers and of the order of the data."""
     imports: Texts = ()
     """Modules that register components; they are imported first."""
     task: Component | None = None
@@ -116,7 +116,7 @@ class RunConfig(Section):
     model: ModelSection | None = None
     """The model; None if a task or a trainer builds it."""
     data: Annotated[DataSection, BeforeValidator(empty_section)] = Field(default_factory=DataSection)
-    """Where samples come from and how they become batches."""
+    """Datasets, and how samples become batches."""
     trainer: Annotated[TrainerSection, BeforeValidator(empty_section)] = Field(default_factory=TrainerSection)
     """How the model is updated."""
     evaluation: Annotated[EvaluationSection, BeforeValidator(empty_section)] = Field(default_factory=EvaluationSection)
@@ -147,11 +147,11 @@ class RunConfig(Section):
     def load(
         cls, path: str | os.PathLike[str], overrides: Iterable[str] = (), *, trust: bool | None = None
     ) -> RunConfig:
-        """Read a YAML file, all that it extends and the overrides (`a.b=value`, `~a.b`), and validate the result.
+        """Read a YAML file, the files that it extends and the overrides (`a.b=value`, `~a.b`), and validate the result.
 
-        A name of a group file, such as `trainer=lm-xl`, stands for its contents; `${a.b}` refers to another setting.
-        A run folder's config.yaml that no run of this user wrote is read, but the code that it names is not imported
-        unless `trust` is True. False treats any file like that of a run folder.
+        The name of a group file, as in `trainer=lm-xl`, is replaced with its contents; `${a.b}` refers to another
+        setting. A config.yaml of a run folder that was not written by this user is read, but the code that it names is
+        not imported unless `trust` is True. False treats every file like that of a run folder.
         """
         document = read_document(path, trust=trust)
         return cls._assemble(document, overrides, name=Path(path).stem)
@@ -212,7 +212,8 @@ class RunConfig(Section):
 
     @property
     def untrusted_file(self) -> str | None:
-        """The config.yaml of a run folder that the settings come from and this user did not sign; None: trusted."""
+        """The config.yaml of a run folder that is the source of the settings and is not signed by this user; None if
+        trusted."""
         return self._untrusted_file
 
     @property
@@ -221,15 +222,15 @@ class RunConfig(Section):
         return self._groups
 
     def origin(self, dotted: str) -> Origin | None:
-        """Return where the setting, or the nearest key above it, is written; None for a config created in Python."""
+        """Return the location of the setting, or of the nearest key above it; None for a config created in Python."""
         path = tuple(dotted.split("."))
         return self.written_at(path) or nearest_origin(self._origins, path)
 
     def written_at(self, path: KeyPath) -> Origin | None:
-        """Return where exactly this setting is written; None for a default or a config created in Python."""
+        """Return the location of exactly this setting; None for a default or a config created in Python."""
         keys = tuple(map(str, path))
         if keys[:3] == ("data", "eval", "eval") and keys[:3] not in self._origins:
-            keys = ("data", "eval", *keys[3:])  # a bare component, which is named eval
+            keys = ("data", "eval", *keys[3:])  # a bare component gets the name eval
         if keys in self._origins:
             return self._origins[keys]
         # A component written as a bare type: `writers: [console]`.
@@ -278,7 +279,7 @@ class RunConfig(Section):
 
 
 def _reject_unknown_groups(tree: Node, folder: Path) -> None:
-    """Reject text where only a mapping can be, with the names of the group files."""
+    """Reject text in place of a mapping, with the names of the group files."""
     problems = []
     for name, field in RunConfig.model_fields.items():
         node = tree.value.get(name)
@@ -288,12 +289,12 @@ def _reject_unknown_groups(tree: Node, folder: Path) -> None:
     raise_all(problems, lambda path: tree.value[path[0]].origin)
 
 
-# Determined from real misspellings: max_step and optimiser are above, options such as num_steps or warmup_steps below.
+# Chosen from real misspellings: max_step and optimiser are above it, options such as num_steps or warmup_steps below.
 _MISSPELLING = 0.8
 
 
 def _check_trainer_keys(trainer: Any) -> list[Problem]:
-    """Reject unknown keys of the raw trainer section; a user's trainer may have options with dissimilar names."""
+    """Reject unknown keys of the raw trainer section; a custom trainer may have options with dissimilar names."""
     if not isinstance(trainer, Mapping):
         return []
     name = trainer.get("type", "trainer")
@@ -307,16 +308,16 @@ def _check_trainer_keys(trainer: Any) -> list[Problem]:
         if elsewhere is not None:
             problems.append(Problem(("trainer", key), f"has no effect here. {elsewhere}"))
         elif is_built_in:
-            text = f"there is no such setting. {suggest(key, known)} Only a trainer of your own has further options."
+            text = f"there is no such setting. {suggest(key, known)} Only a custom trainer has further options."
             problems.append(Problem(("trainer", key), text))
         elif match is not None:
-            text = f'looks like a misspelt "{match}". Use that name, or a less similar one for your own option.'
+            text = f'looks like a misspelled "{match}". Use that name, or a less similar one for your own option.'
             problems.append(Problem(("trainer", key), text))
     return problems
 
 
 def check_options(options: type[Section], trainer: Mapping[str, Any]) -> list[Problem]:
-    """Return what is wrong with the options of a trainer in a trainer section."""
+    """Return the problems with the options of a trainer in a trainer section."""
     given = {key: value for key, value in trainer.items() if key in options.model_fields}
     try:
         options.model_validate(given)
@@ -333,7 +334,7 @@ def _check_keep_best(config: RunConfig) -> list[Problem]:
 
 
 def check_metric(config: RunConfig, name: str) -> str | None:
-    """Return what is wrong with the name of a metric that selects a checkpoint or a run; None: nothing is known."""
+    """Return the problem with the name of a metric that selects a checkpoint or a run; None if there is none."""
     set_name, slash, metric = name.partition("/")
     data = config.data
     sets = list(data.eval) or [name for name in data.cut_off if name != "test"]
@@ -343,7 +344,7 @@ def check_metric(config: RunConfig, name: str) -> str | None:
         return f"must be a set and its metric, such as {example}; got {describe(name)}."
     if set_name == "test":
         return f"the test set cannot select a checkpoint. Use an evaluation set, such as {example}."
-    # A task or a trainer of the user may build further sets; build/ then checks the name.
+    # A custom task or trainer may build further sets; build/ then checks the name.
     sets_are_known = config.trainer.type in BUILT_IN_TRAINERS and config.task is None and data.train is not None
     if set_name in sets or not (sets or sets_are_known):
         return None
@@ -430,7 +431,8 @@ def layered_config(
     files: Iterable[str | os.PathLike[str]] = (),
     overrides: Iterable[str] = (),
 ) -> RunConfig:
-    """Return the config of a RunConfig or a mapping, created by code at `where`, with files and overrides merged.
+    """Return the config of a RunConfig or a mapping that was created by code at `where`, with files and overrides
+    merged.
 
     `name` is the default name of the run, and `folder` the default project folder. Overrides are `a.b=value`, or YAML
     mappings, which are merged first.

@@ -40,7 +40,7 @@ def _tuple_or_one(value: Any) -> Any:
 
 
 def empty_section(value: Any) -> Any:
-    """Return an empty section for null, which YAML has if all keys are commented out."""
+    """Return an empty section for null, the value of a YAML section whose keys are all commented out."""
     return {} if value is None else value
 
 
@@ -113,7 +113,7 @@ _LOADER_KEYS_ELSEWHERE: Mapping[str, str] = {
 
 
 def _loader_arguments(value: Any) -> Any:
-    """Validate the DataLoader's arguments; those with a setting elsewhere are rejected with its name."""
+    """Validate the DataLoader's arguments; an argument with a separate setting is rejected with its name."""
     if not isinstance(value, Mapping):
         return value
     known = list(LoaderArguments.model_fields)
@@ -130,12 +130,12 @@ def _loader_arguments(value: Any) -> Any:
 
 
 class SplitSizes(Section):
-    """Numbers of samples that are split off from train."""
+    """Numbers of training samples that are moved to other sets."""
 
     valid: Count | None = None
-    """Samples of the set `valid`; None: no such set."""
+    """The number of samples of the set `valid`; None: no such set."""
     test: Count | None = None
-    """Samples of the test set; None: no such set."""
+    """The number of samples of the test set; None: no such set."""
 
     @model_validator(mode="after")
     def _cuts_something(self) -> SplitSizes:
@@ -166,7 +166,7 @@ class ProcessOptions(Section):
     version: Annotated[str | int | float | None, BeforeValidator(_version)] = None
     """Part of the cache key, with the function's source and arguments; change it if code that it calls changes."""
     num_workers: Annotated[Whole, Field(ge=0)] = 0
-    """Processes that call the function; 0: the run's process calls it."""
+    """The number of processes that call the function; 0: the run's process calls it."""
 
 
 class ProcessSection(Component):
@@ -215,17 +215,17 @@ class DataSection(Section):
     collator: Component = Field(default_factory=lambda: Component("stack"))
     """Converts a list of samples to a batch."""
     fields: Annotated[tuple[str, ...], BeforeValidator(_field_names)] | None = None
-    """The names of the elements of samples that are tuples, such as [pixel_values, labels]; None: samples have names,
+    """The names of the elements of tuple samples, such as [pixel_values, labels]; None: samples have names,
     or are pairs for a classification trainer."""
     num_workers: Annotated[Whole, Field(ge=0)] = 0
-    """Processes that load data; 0: the run's process loads."""
+    """The number of processes that load data; 0: the run's process loads."""
     loader: Annotated[Frozen[Any], BeforeValidator(_loader_arguments)] = Field(default_factory=Frozen)
     """Further arguments of the DataLoader, such as prefetch_factor."""
     sampler: Component | None = None
     """The order of the training samples: weighted, or any torch Sampler or BatchSampler; None: `shuffle` defines it."""
     last_batch: Literal["straddle", "short", "drop"] | None = None
     """The samples at the end of an epoch that do not fill a batch. straddle: the batch continues with the next epoch.
-    short: it is smaller. drop: they are left out. None: straddle; short for a stream, whose passes are separate."""
+    short: the batch is smaller. drop: they are dropped. None: straddle, or short for a stream."""
     shuffle: bool | None = None
     """Whether each epoch has a different order, derived from the seed. None: true, unless there is a sampler."""
     group_by_length: bool = False
@@ -235,7 +235,7 @@ class DataSection(Section):
     on_error: Literal["raise", "skip"] = "raise"
     """Whether a row that cannot be read ends the run, or is skipped and listed in skipped_rows.json."""
     max_skipped: Count = 100
-    """Skipped rows after which the run ends."""
+    """The maximum number of skipped rows; one more ends the run."""
 
     @property
     def shuffles(self) -> bool:
@@ -285,28 +285,28 @@ class TrainerSection(Section):
     type: Annotated[str, Field(min_length=1)] = "trainer"
     """A built-in trainer's name, or your class: `trainers/mine.py:MyTrainer`."""
     max_steps: Count | None = None
-    """Optimizer updates; None: from max_epochs, max_samples or max_tokens."""
+    """The number of optimizer updates; None: derived from max_epochs, max_samples or max_tokens."""
     max_epochs: Positive | None = None
-    """Passes over the training set; may be fractional."""
+    """The number of passes over the training set; may be fractional."""
     max_samples: Count | None = None
-    """Samples over all ranks."""
+    """The number of samples over all ranks."""
     max_tokens: Count | None = None
-    """Tokens over all ranks."""
+    """The number of tokens over all ranks."""
     global_batch_size: Count | None = None
-    """Samples per update over all ranks; None: derived from the next two, or 32. Without a dataset None allows any
-    number."""
+    """Samples per update over all ranks; None: derived from micro_batch_size and gradient_accumulation_steps, or 32.
+    Without a dataset None allows any number."""
     micro_batch_size: MicroBatch = None
     """Samples per forward on one rank; auto: the largest that fits into memory; None: derived. Without a dataset it is
     the maximum."""
     gradient_accumulation_steps: Count | None = None
     """Forwards per update on one rank; None: derived, or 1."""
     loss: Component | None = None
-    """The loss of a model that returns none: a function of the outputs and the labels, such as
+    """The loss of a model that returns no loss: a function of the outputs and the labels, such as
     torch.nn:CrossEntropyLoss; None: the model's loss or its `criterion`."""
     max_grad_norm: Positive | None = None
-    """Maximum norm of the gradients, which are scaled down to it; None: no limit."""
+    """The maximum norm of the gradients; larger gradients are scaled down. None: no limit."""
     max_grad_value: Positive | None = None
-    """Maximum absolute value of each gradient element, which is clamped; None: no limit."""
+    """The maximum absolute value of each gradient element; larger values are clamped. None: no limit."""
     optimizer_in_backward: bool = False
     """Whether parameters are stepped during the backward pass, once their gradients are complete, and the gradients are
     freed. Requires one micro-batch per update, one process, and no clipping."""
@@ -329,7 +329,7 @@ class TrainerSection(Section):
 
     @property
     def options(self) -> Frozen[Any]:
-        """The further keys, as they are written."""
+        """The further keys, unchanged."""
         return Frozen(self.__pydantic_extra__)
 
     @model_validator(mode="after")
@@ -348,7 +348,7 @@ class TrainerSection(Section):
 
 
 BENCHMARK_SETTINGS = ("name", "batch_size", "log_samples")
-"""The keys of an entry of evaluation.benchmarks that every benchmark has; the others are its constructor's."""
+"""The keys of an entry of evaluation.benchmarks that every benchmark has; the others are constructor arguments."""
 
 BENCHMARK_NAME = re.compile(r"[A-Za-z][\w.-]*")
 
@@ -367,18 +367,18 @@ class EvaluationSection(Section):
     """When the evaluation sets and the benchmarks are evaluated, and with which metrics."""
 
     every_steps: Count | None = None
-    """Steps between evaluations; None: not by steps. The last step is always evaluated."""
+    """Steps between evaluations; None disables evaluation by steps. The last step is always evaluated."""
     every_epochs: Positive | None = None
-    """Epochs between evaluations, such as 1 or 0.25; None: not by epochs."""
+    """Epochs between evaluations, such as 1 or 0.25; None disables evaluation by epochs."""
     metrics: Frozen[Component] = Field(default_factory=Frozen)
     """Metrics by name, in addition to those that the trainer's eval_step returns."""
     batch_size: Count | None = None
     """Samples per forward over all ranks; None: as in training."""
     max_batches: Count | None = None
-    """Batches per set and per benchmark; None: all of it."""
+    """Batches per set and per benchmark; None: all batches."""
     benchmarks: Components = ()
-    """Benchmarks of language models. Besides the constructor's arguments each has name (default: that of its file),
-    batch_size (samples per forward, 8) and log_samples (how many the file of results has, 100)."""
+    """Benchmarks of language models. In addition to its constructor arguments, each has name (default: that of its
+    file), batch_size (samples per forward, 8) and log_samples (samples in the results file, 100)."""
 
 
 class KeepBest(Section):
@@ -397,17 +397,17 @@ class CheckpointSection(Section):
     """A folder or a URL such as s3://bucket/runs, in which checkpoints are stored under the run's name; None:
     `checkpoints` in the run folder."""
     every_steps: Count | None = 500
-    """Steps between checkpoints; None: not by steps, which is the default next to every_epochs. The last step is always
-    saved."""
+    """Steps between checkpoints; None disables saving by steps, and is the default if every_epochs is set. The last
+    step is always saved."""
     every_epochs: Positive | None = None
-    """Epochs between checkpoints, such as 1 or 0.25; None: not by epochs."""
+    """Epochs between checkpoints, such as 1 or 0.25; None disables saving by epochs."""
     every_minutes: Positive | None = None
-    """Minutes between checkpoints; None: not by time."""
+    """Minutes between checkpoints; None disables saving by time."""
     every_samples: Count | None = None
-    """Samples between checkpoints; None: not by samples."""
+    """Samples between checkpoints; None disables saving by samples."""
     contents: Literal["full", "weights"] = "full"
-    """full: everything that a resumed run needs. weights: the model alone, trained and averaged, for evaluation and
-    export; such a checkpoint cannot be resumed from."""
+    """full: everything that a resumed run needs. weights: only the trained and averaged weights, for evaluation and
+    export; a run cannot resume from such a checkpoint."""
     keep_last: Count | None = 3
     """Number of newest checkpoints to keep; None: all."""
     keep_best: KeepBest | None = None
@@ -426,10 +426,10 @@ class LogSection(Section):
     """How often a line is written."""
 
     every_steps: Count | None = 10
-    """Steps per line of metrics.json; None: not by steps, which is the default next to every_epochs. The last step is
-    always written."""
+    """Steps per line of metrics.json; None disables lines by steps, and is the default if every_epochs is set. The last
+    step is always written."""
     every_epochs: Positive | None = None
-    """Epochs per line of metrics.json, such as 1 or 0.25; None: not by epochs."""
+    """Epochs per line of metrics.json, such as 1 or 0.25; None disables lines by epochs."""
 
     _replace_default = model_validator(mode="before")(_epochs_instead_of_steps)
 
@@ -519,7 +519,7 @@ class RuntimeSection(Section):
     """In mode compile, and in mode graph on a GPU, the maximum number of graph breaks: one more ends the run; None: no
     limit."""
     deterministic: bool = False
-    """Whether torch uses deterministic kernels only, which is slower on a GPU; an operation without one raises."""
+    """Whether torch uses only deterministic kernels, which is slower on a GPU; an operation without one raises."""
     mesh: Annotated[MeshSection, BeforeValidator(empty_section)] = Field(default_factory=MeshSection)
     """The sizes of the mesh axes."""
     reshard_after_forward: bool = True
@@ -546,13 +546,14 @@ class AnomaliesSection(Section):
     spike: Literal["ignore", "raise", "skip", "rollback"] = "ignore"
     """For a loss far above those of recent steps: ignore it, end the run, skip the update, or undo it."""
     spike_window: Annotated[Count, Field(ge=8)] = 100
-    """Recent good steps that a loss is compared with; at least a quarter of them and five are needed."""
+    """The number of recent good steps that a loss is compared with; at least a quarter of them, and at least five, are
+    needed."""
     spike_threshold: Positive = 10.0
-    """Robust standard deviations above the window's median from which a loss is a spike."""
+    """The number of robust standard deviations above the window's median beyond which a loss is a spike."""
     max_anomalies: Count = 10
-    """Skipped or undone updates after which the run ends."""
+    """The number of skipped or undone updates after which the run ends."""
     skip_batches: Count = 1
-    """Batches that are skipped after a rollback, starting with the one that caused it."""
+    """The number of batches that are skipped after a rollback, starting with the one that caused it."""
     snapshot_every_steps: Count | None = None
     """Steps between host snapshots for rollbacks; None: roll back to the newest checkpoint."""
 
@@ -562,7 +563,7 @@ class PreemptionSection(Section):
 
     deadline_seconds: Positive = 25.0
     """Seconds after SIGTERM, SIGUSR1 or SIGHUP until the process exits without saving if the step has not ended.
-    Clusters commonly kill after 30."""
+    Clusters commonly kill a process after 30 seconds."""
     requeue: bool = False
     """Whether an interrupted SLURM job requeues itself with `scontrol requeue`."""
 

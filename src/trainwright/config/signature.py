@@ -1,6 +1,7 @@
-"""Signs the config of a run folder with a key of this user, so that only files that the user's runs wrote name code.
+"""Signs the config of a run folder with a key of this user, so that only files written by the user's own runs can name
+code.
 
-The signature is the last line of the file, a comment. It covers the text before it, not the path. registry/trust.py
+The signature is the last line of the file, a comment. It covers the text above it, but not the path. registry/trust.py
 decides what a file without a valid signature may do. The key never leaves the user's config directory.
 """
 
@@ -32,7 +33,7 @@ class _KeyError(Exception):
 
 
 class _UnsafeKey(_KeyError):  # noqa: N818  # a kind of _KeyError
-    """The user's own key file was readable by others or is damaged, and can be replaced."""
+    """The user's own key file is readable by others or damaged, and can be replaced."""
 
 
 def sign(text: str) -> str:
@@ -67,7 +68,7 @@ def is_signed(text: str) -> bool:
 def key_path() -> Path:
     """Returns the file of the key: trainwright/signing-key in XDG_CONFIG_HOME, or in ~/.config."""
     chosen = os.environ.get("XDG_CONFIG_HOME", "")
-    # The XDG specification has relative paths ignored.
+    # The XDG specification says that relative paths are ignored.
     folder = Path(chosen) if Path(chosen).is_absolute() else Path("~/.config").expanduser()
     return folder / "trainwright" / KEY_FILE
 
@@ -77,7 +78,7 @@ def _digest(key: bytes, text: str) -> str:
 
 
 def _own_key(*, creates: bool) -> bytes:
-    """Returns the key; with `creates` a missing one is created, and one that others could read is replaced."""
+    """Returns the key; with `creates`, a missing key is created, and a key that others could read is replaced."""
     try:
         path = key_path()
     except RuntimeError as error:
@@ -93,7 +94,7 @@ def _own_key(*, creates: bool) -> bytes:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _locked(path.parent):
         try:
-            return _read_key(path)  # another process has created it meanwhile
+            return _read_key(path)  # another process has created it in the meantime
         except FileNotFoundError:
             return _create_key(path, replaces=False)
         except _UnsafeKey as error:
@@ -121,14 +122,15 @@ def _read_key(path: Path) -> bytes:
 
 
 def _create_key(path: Path, *, replaces: bool) -> bytes:
-    """Creates the file with all of its bytes, or not at all. A process that was faster wins unless `replaces`."""
+    """Creates the file atomically. Unless `replaces`, an existing file of a faster process is
+    kept."""
     if path.parent.stat().st_uid == os.geteuid():
         path.parent.chmod(0o700)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # whatever the umask
+            os.fchmod(descriptor, 0o600)  # independent of the umask
             file.write(secrets.token_bytes(_KEY_BYTES))
             file.flush()
             os.fsync(descriptor)
@@ -148,7 +150,8 @@ def _create_key(path: Path, *, replaces: bool) -> bytes:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes of this user from creating a key; a file system without locks is used without one."""
+    """Prevents other processes of this user from creating a key; if the file system does not support locks, none is
+    used."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with suppress(OSError):

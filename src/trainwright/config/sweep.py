@@ -1,6 +1,6 @@
 """`SweepConfig`: the settings of `trainwright sweep sweep.yaml`, and the points of its grid. Does not import torch.
 
-A sweep refers to the file of a run; each setting of `parameters` is one of that run, and is checked against it here.
+A sweep refers to the file of a run; each entry of `parameters` is a setting of that run, and is validated here.
 launch/sweep.py executes a sweep.
 """
 
@@ -35,16 +35,16 @@ Number: TypeAlias = Annotated[int | float, Field(allow_inf_nan=False)]
 
 
 class Range(Section):
-    """The values from `min` to `max`, both included; whole numbers if both are."""
+    """The values from `min` to `max`, both included; integers if both limits are integers."""
 
     min: Number
     """The smallest value."""
     max: Number
     """The largest value."""
     scale: Literal["linear", "log"] = "linear"
-    """log: the logarithm is spread evenly, as for learning rates."""
+    """log: the logarithm is distributed uniformly, as for learning rates."""
     step: Number | None = None
-    """The distance of neighbouring values; None: any value. A grid needs it."""
+    """The distance between adjacent values; None: any value. A grid needs it."""
 
     @property
     def is_whole(self) -> bool:
@@ -64,7 +64,7 @@ class Range(Section):
         return self
 
     def values(self) -> tuple[int | float, ...] | None:
-        """Return all values; None if any value between the limits is possible."""
+        """Return all values; None if the range is continuous."""
         if self.step is None and not self.is_whole:
             return None
         step = self.step or 1
@@ -125,7 +125,7 @@ class SamplerSection(Section):
     type: Literal["grid", "random", "tpe"] = "tpe"
     """grid: every combination, in order. random: independent values. tpe: values like those of the best trials."""
     seed: Annotated[Whole, Field(ge=0)] = 0
-    """Determines the values together with the number of the trial and, for tpe, the results so far."""
+    """The seed, which determines the values together with the number of the trial and, for tpe, the results so far."""
     startup_trials: Count | None = None
     """Random trials before tpe begins; None: 10."""
 
@@ -187,23 +187,23 @@ class SweepConfig(Section):
     name: FolderName = "sweep"
     """The folder is output_dir/name, with output_dir of the run. Default: the name of this file without .yaml."""
     metric: Annotated[str, Field(min_length=1)]
-    """What is optimized: an evaluation set and its metric, such as valid/loss."""
+    """The optimized metric: an evaluation set and its metric, such as valid/loss."""
     mode: Literal["min", "max"] = "min"
-    """Whether lower or higher is better."""
+    """Whether lower or higher values are better."""
     value: Literal["last", "best"] = "last"
     """The value of a trial: that of its last evaluation, or its best one."""
     sampler: Annotated[SamplerSection, BeforeValidator(_of_type)] = Field(default_factory=SamplerSection)
     """How the values of the next trial are chosen."""
     trials: Count | None = None
-    """How many trials; None: all points of the grid."""
+    """The number of trials; None: all points of the grid."""
     pruner: Annotated[PrunerSection | None, BeforeValidator(_of_type)] = None
-    """Which trials end early; None: none."""
+    """Which trials end early; None: no pruning."""
     parallel: Annotated[int | Literal["auto"], BeforeValidator(_parallel)] = "auto"
-    """Trials at the same time; auto: one for each device, and one on the CPU."""
+    """The number of trials that run at the same time; auto: one per GPU, or one on the CPU."""
     max_failures: Count = 3
-    """Consecutive failed trials after which the sweep ends."""
+    """The number of consecutive failed trials after which the sweep ends."""
     max_restarts: Annotated[Whole, Field(ge=0)] = 2
-    """How often a trial that a signal has ended is started again; it continues from its newest checkpoint."""
+    """How often a trial that was ended by a signal is restarted; it resumes from its newest checkpoint."""
     parameters: Annotated[Frozen[Any], BeforeValidator(_parameters)]
     """The settings of the run to vary: a list of values, or {min, max, scale, step}."""
 
@@ -257,7 +257,7 @@ class SweepConfig(Section):
                 yield Problem(("parameters", name), text)
 
     def _check_against(self, base: RunConfig) -> Iterator[Problem]:
-        """Yield what is wrong with the metric, and with values that the run does not accept."""
+        """Yield the problems with the metric, and with values that the run does not accept."""
         problem = check_metric(base, self.metric)
         if problem is not None:
             yield Problem(("metric",), problem)
@@ -273,7 +273,7 @@ class SweepConfig(Section):
                     break
 
     def origin(self, parameter: str) -> Origin | None:
-        """Return where a parameter is written."""
+        """Return the location of a parameter."""
         return nearest_origin(self._origins, ("parameters", parameter))
 
     @property
@@ -289,12 +289,12 @@ class SweepConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The folder of the sweep, which has those of its trials."""
+        """The folder of the sweep, which contains the run folders of its trials."""
         return Path(self.base.output_dir) / self.name
 
     @property
     def num_trials(self) -> int:
-        """How many trials there are."""
+        """The number of trials."""
         if self.sampler.type != "grid":
             assert self.trials is not None
             return self.trials
@@ -302,7 +302,7 @@ class SweepConfig(Section):
         return size if self.trials is None else min(size, self.trials)
 
     def grid_point(self, number: int) -> dict[str, Any]:
-        """Return a point of the grid, of which the last parameter changes fastest."""
+        """Return a point of the grid; the last parameter changes fastest."""
         points = itertools.product(*(choices_of(each) for each in self.parameters.values()))
         return dict(zip(self.parameters, next(itertools.islice(points, number, None)), strict=True))
 
@@ -310,7 +310,7 @@ class SweepConfig(Section):
         """Return the overrides of a trial of this name: those of the sweep, and its values."""
         own = [override(setting, value) for setting, value in values.items()]
         if self.base.checkpoint.keep_best is None:
-            # The run then checks the metric's name before its first step, and keeps its best checkpoint.
+            # The run then validates the metric's name before its first step, and keeps its best checkpoint.
             own.append(f"checkpoint.keep_best={{metric: {self.metric}, mode: {self.mode}}}")
         return [*self.overrides, *own, f"name={name}"]
 
@@ -323,5 +323,5 @@ def choices_of(parameter: Any) -> tuple[Any, ...]:
 
 
 def override(setting: str, value: Any) -> str:
-    """Return the override that gives a setting this value."""
+    """Return the override that sets this value."""
     return f"{setting}={yaml_text.write_inline(escape_plain(thaw(value)))}"

@@ -1,7 +1,7 @@
-"""The options of the built-in trainers that have some: further keys of the `trainer` section, with types and defaults.
+"""The options of built-in trainers: additional keys of the `trainer` section, with types and defaults.
 
-schema.py checks them when a file is read; a trainer reads them as `self.options`. A user's subclass of such a trainer
-has the same options, and may have others.
+schema.py checks them when a file is read; a trainer reads them as `self.options`. A custom subclass of such a trainer
+has the same options and may add others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DPOOptions(Section):
     beta: Positive = 0.1
     """The scale of the log-ratios; for ipo the regularization, for orpo the weight of the odds ratio."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """The share of pairs whose order is assumed to be wrong."""
+    """The fraction of pairs whose order is assumed to be wrong."""
     simpo_gamma: NotNegative = 0.5
     """The margin of the rewards of simpo."""
     desirable_weight: NotNegative = 1.0
@@ -46,8 +46,8 @@ class DPOOptions(Section):
     undesirable_weight: NotNegative = 1.0
     """The weight of answers with the label false."""
     precompute_reference: bool = False
-    """Whether the reference log-probabilities of all samples are computed once, before the first step, and kept in the
-    run folder."""
+    """Whether the reference log-probabilities of all samples are computed once, before the first step, and stored in
+    the run folder."""
 
     @model_validator(mode="after")
     def _reject_unused(self) -> DPOOptions:
@@ -91,7 +91,8 @@ class DistillOptions(Section):
 
 
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
-"""The arguments of a reward besides the fields of the rows. A function that has one of them is itself the reward."""
+"""The arguments of a reward in addition to the fields of the rows. A function with one of these parameters is itself
+the reward."""
 REWARD_KEYS = ("weight", "name")
 """The keys of a reward that are not arguments of its constructor."""
 
@@ -125,7 +126,7 @@ def reward_name(section: Mapping[str, Any]) -> Any:
 
 
 def reward_component(section: Mapping[str, Any] | str) -> Component:
-    """Return a reward without the keys that its constructor does not get."""
+    """Return a reward without the keys that its constructor does not receive."""
     if isinstance(section, str):
         return Component(section)
     return Component.from_mapping({key: value for key, value in section.items() if key not in REWARD_KEYS})
@@ -135,27 +136,27 @@ class GRPOOptions(Section):
     """The options of `trainer.type: grpo`, named as in TRL."""
 
     rewards: Annotated[tuple[Any, ...], BeforeValidator(_rewards)] = ()
-    """The rewards, which are required: components with two further keys, weight (1) and name, that of the log."""
+    """The rewards (required): components with two additional keys, weight (1) and name, the name in the log."""
     num_generations: Annotated[int, Field(ge=2)] = 8
-    """The completions of a prompt, which are compared with each other. A sample is a prompt, so that an update has
+    """The number of completions per prompt, which are compared with each other. A sample is a prompt, so an update has
     global_batch_size × num_generations completions."""
     max_completion_length: Annotated[int, Field(ge=1)] = 256
-    """The tokens of a completion, its end included."""
+    """The maximum number of tokens of a completion, including its end token."""
     temperature: Positive = 1.0
     """Divides the logits, in sampling and in the loss."""
     top_k: Annotated[int, Field(ge=1)] | None = None
-    """Sample from this many of the most likely tokens; None: from all."""
+    """The number of most likely tokens to sample from; None: all tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Sample from the fewest tokens that have this probability together; None: from all."""
+    """Sample from the smallest set of tokens with this total probability; None: from all tokens."""
     repetition_penalty: Positive = 1.0
     """Above 1, tokens that the row already contains are less likely."""
     loss_type: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """dapo: the mean over all tokens of the update; grpo: the mean over completions of the mean over their tokens;
     dr_grpo: the sum over all tokens, divided by completions × max_completion_length."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """Whether the ratio of probabilities is that of each token, or one of the completion (GSPO)."""
+    """Whether the ratio of probabilities is computed for each token, or for the whole completion (GSPO)."""
     beta: NotNegative = 0.0
-    """The weight of the KL divergence from the reference; 0: without a reference."""
+    """The weight of the KL divergence from the reference; 0: no reference."""
     use_bias_correction_kl: bool = True
     """Whether the divergence is multiplied by the ratio, so that its gradient has no bias."""
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -163,11 +164,11 @@ class GRPOOptions(Section):
     epsilon_high: Positive | None = None
     """The ratio is clipped above 1 + epsilon_high; None: epsilon."""
     num_iterations: Annotated[int, Field(ge=1)] = 1
-    """Updates with the same completions."""
+    """The number of updates with the same completions."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """The standard deviation that divides the advantages: of the group, of the whole batch, or none."""
     mask_truncated_completions: bool = False
-    """Whether completions that reach max_completion_length without an end are left out of the loss."""
+    """Whether completions that reach max_completion_length without an end token are excluded from the loss."""
     eval_temperature: NotNegative = 0.0
     """The temperature of evaluations, which sample one completion for each prompt; 0: the most likely tokens."""
     log_completions: bool = True
@@ -196,4 +197,4 @@ TRAINER_OPTIONS: Mapping[str, type[Section]] = {
     "distill": DistillOptions,
     "grpo": GRPOOptions,
 }
-"""The options of each built-in trainer that has some."""
+"""The options of each built-in trainer that has options."""

@@ -21,7 +21,7 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 
 
 class Origin(NamedTuple):
-    """Where a setting is written.
+    """The source location of a setting.
 
     Shown as `run.yaml:14`, `override trainer.max_steps=5` (line 0) or `script.py:8: --train-iters`.
     """
@@ -104,7 +104,7 @@ def merge(earlier: Node, later: Node, path: KeyPath = ()) -> Node:
     """Return `earlier` with `later` merged into it: mappings merge, any other value replaces.
 
     A mapping that changes `type` replaces the earlier one, whose arguments belong to another class. A key `~name`
-    removes `name`; one that finds nothing to remove stays, and overrides.py rejects it.
+    removes `name`; if there is no such key, it is kept, and overrides.py rejects it.
     """
     if isinstance(later.value, dict):
         earlier = expand_shorthand(earlier, path)
@@ -147,7 +147,7 @@ def map_strings(node: Node, change: Callable[[str], str]) -> Node:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path without resolving links, so that messages show the link's name."""
+    """Return the absolute path without resolving links, because messages show the link's name."""
     return Path(os.path.abspath(path))  # noqa: PTH100
 
 
@@ -155,16 +155,16 @@ REMOVAL = "~"
 """The first letter of a key, or of an override, that removes a setting."""
 REMOVAL_KEY = re.compile(rf"{REMOVAL}[A-Za-z_].*", re.DOTALL)
 MAX_DEPTH = 64
-"""Levels of nesting. Python's stack has room for several times as many in every function that walks a config."""
+"""Levels of nesting. Python's stack allows several times this depth in every function that walks a config."""
 TOO_DEEP = f"the settings are nested more than {MAX_DEPTH} levels deep. Flatten them."
 _MAX_REPEATED = 20_000
-"""Values that aliases may repeat: ten aliases of ten aliases, nine levels deep, would be a billion."""
+"""The maximum number of values that aliases may repeat; ten aliases of ten aliases, nine levels deep, would be a
+billion."""
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
 
-# PyYAML implements YAML 1.1, where `on` is true, 1e-4 is text and 12:30 is 750. Reader and writer share this
-# table, so that a written value is read back equal. A thousands separator is allowed every three digits only:
-# 2024_01_02 is text.
+# PyYAML implements YAML 1.1, where `on` is true, 1e-4 is text and 12:30 is 750. Shared by reader and writer, so that a
+# written value is equal after reading. A thousands separator is allowed every three digits only: 2024_01_02 is text.
 _PLAIN_WORDS: tuple[tuple[str, str, str], ...] = (
     ("bool", r"true|True|false|False", "tTfF"),
     ("null", r"~|null|Null|NULL|", "~nN\0"),
@@ -191,7 +191,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _resolvers()
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:  # noqa: N803  # PyYAML's name
-        """Limit the nesting of brackets: PyYAML's time for each one grows with their number."""
+        """Limit the nesting of brackets, because PyYAML's time for each one grows with their number."""
         if self.flow_level >= MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem=TOO_DEEP, problem_mark=self.get_mark())
         super().fetch_flow_collection_start(TokenClass)
@@ -230,12 +230,12 @@ def parse(text: str, origin_at: Callable[[int], Origin | None]) -> Node:
 
 
 def write(settings: dict[str, Any]) -> str:
-    """Return `settings` as YAML that `parse` reads back equal."""
+    """Return `settings` as YAML; `parse` returns an equal tree."""
     return _dump(settings, is_flow=False)
 
 
 def write_inline(value: Any) -> str:
-    """Return one value as YAML on one line, as it is written after `key: `."""
+    """Return one value as YAML on one line, in the form that follows `key: `."""
     if isinstance(value, dict | list):
         return _dump(value, is_flow=True).rstrip("\n")
     # yaml.dump adds an end-of-document marker to a bare scalar.
@@ -243,7 +243,7 @@ def write_inline(value: Any) -> str:
 
 
 def _dump(value: Any, *, is_flow: bool) -> str:
-    # Long text stays on one line, so that grep finds it.
+    # Long text is written on one line, so that grep finds it.
     text: str = yaml.dump(
         value, Dumper=_Dumper, default_flow_style=is_flow, sort_keys=False, allow_unicode=True, width=2**31
     )
@@ -266,7 +266,7 @@ def _explain_syntax(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Reader:
-    """Converts PyYAML's nodes to Node, and rejects what a config cannot contain."""
+    """Converts PyYAML's nodes to Node, and rejects values that a config cannot contain."""
 
     def __init__(self, origin_at: Callable[[int], Origin | None]) -> None:
         self.origin_at = origin_at
@@ -314,7 +314,7 @@ class _Reader:
             if key in given:
                 problem = f'the key "{key}" is set twice, first at {given[key].origin}. Remove one.'
                 raise ConfigError(problem, where=origin)
-            # The origin is the line of the key, even if the value starts on the next line.
+            # The origin is the line of the key, even if the value begins on the next line.
             given[key] = self.read(value_node, origin)
         return {**merged, **given}
 

@@ -1,7 +1,7 @@
 """Samples in a folder of Arrow files: written in bounded memory, read by index from a memory map.
 
-Includes the conversion of values between Python and Arrow, and the forms: what columns cannot represent of a sample,
-which are missing keys and empty arrays.
+Includes the conversion of values between Python and Arrow, and the forms, which record what columns cannot represent:
+missing keys and empty arrays.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Empty(NamedTuple):
 
 
 def forms_of(samples: Sequence[Mapping[str, Any]], empties: Sequence[Sequence[Empty]]) -> list[str | None]:
-    """Returns the form of each sample of a batch, None if the columns are enough."""
+    """Returns the form of each sample of a batch; None if the columns are sufficient."""
     dicts = [list(_dicts_in(sample)) for sample in samples]
     keys: dict[FieldPath, dict[str, None]] = {}
     for found in dicts:
@@ -100,7 +100,7 @@ _PLAIN = (str, bytes, bool, int, float, type(None))
 
 
 def import_arrow() -> Any:
-    """Returns pyarrow; the error says how to install it."""
+    """Returns pyarrow; if it is missing, the error says how to install it."""
     try:
         import pyarrow  # type: ignore[import-untyped]  # it comes without types
         import pyarrow.ipc  # type: ignore[import-untyped]
@@ -229,11 +229,11 @@ def _convert(scalar: Any, whole_type: Any) -> Any:
     if not scalar.is_valid:
         return None
     if types.is_struct(scalar.type):
-        names = [field.name for field in scalar.type]  # those of this file; other files may have more
+        names = [field.name for field in scalar.type]  # the columns of this file; other files may have more
         return {name: _convert(scalar[name], whole_type.field(name).type) for name in names}
     if types.is_list(whole_type):
         return _convert_list(scalar, whole_type, _numpy_dtype(whole_type))
-    # A number that is an integer in one file and not in another is a float in both.
+    # A column that has integers in one file and floats in another is float in both.
     return float(scalar.as_py()) if types.is_floating(whole_type) else scalar.as_py()
 
 
@@ -246,7 +246,7 @@ def _convert_list(scalar: Any, whole_type: Any, dtype: Any) -> Any:
 
 
 def _convert_numbers(values: Any, dtype: Any) -> Any:
-    """Returns a nest of lists as a tensor; a ragged one as a list of tensors; one with nulls as a list."""
+    """Returns nested lists as a tensor; ragged lists as a list of tensors; lists with nulls unchanged."""
     types = import_arrow().types
     shape, inner = [len(values)], values
     while types.is_list(inner.type):
@@ -277,7 +277,7 @@ def _numpy_dtype(arrow_type: Any) -> Any:
     return np.bool_ if types.is_boolean(arrow_type) else None
 
 
-# The limits of a batch, which is in memory while writing: rows may be pictures or single numbers.
+# The limits of a batch, which is in memory while writing; rows may be images or single numbers.
 _BATCH_ROWS, _BATCH_BYTES = 10_000, 16 * 2**20
 _TOKENS = "input_ids"
 _FORM = "__form__"  # the column of the forms, in files that need one
@@ -391,7 +391,7 @@ class ArrowRowWriter:
 class ArrowRows(Dataset[dict[str, Any]]):
     """The samples in a folder that ArrowRowWriter has written, by index.
 
-    A list of numbers is a tensor (int64, float32, bool, uint8), also a nested one; a ragged one is a list of tensors.
+    A list of numbers, also a nested one, is a tensor (int64, float32, bool, uint8); a ragged list is a list of tensors.
     Numbers, texts, bytes and dicts are unchanged. The files are opened at first use, also in a spawned worker.
     """
 
@@ -437,7 +437,7 @@ class ArrowRows(Dataset[dict[str, Any]]):
             yield self[index]
 
     def open(self) -> _OpenFiles:
-        """Opens the files once; until then a process that rebuilds the folder may remove it."""
+        """Opens the files once; before that, a process that rebuilds the folder may remove it."""
         if self._opened is None:
             try:
                 self._opened = _OpenFiles(self.folder)

@@ -44,7 +44,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def rename_unless_taken(staging: Path, folder: Path) -> None:
-    """Renames the finished folder; if another process was first, its folder stays."""
+    """Renames the finished folder; if another process was first, its folder is kept."""
     try:
         staging.rename(folder)
     except OSError:
@@ -54,14 +54,14 @@ def rename_unless_taken(staging: Path, folder: Path) -> None:
 
 @contextmanager
 def staged_file(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for writing that is renamed to `path` if the block succeeds, else removed."""
+    """Opens a file for writing that is renamed to `path` if the block succeeds, and removed otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staging = path.with_name(f".{path.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with staging.open("x+b") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # else a crash of the machine can leave an empty file
+            os.fsync(file.fileno())  # otherwise, a crash of the machine could leave an empty file
         staging.replace(path)
     finally:
         staging.unlink(missing_ok=True)
@@ -95,9 +95,9 @@ def _launch_id() -> tuple[str, int]:
 def build_once(entry: Path, write: Callable[[Path, Report], None], *, rebuild: bool = False) -> Path:
     """Returns the newest build of `entry`, which `write(folder, report)` creates if there is none.
 
-    One process writes while the others wait. With `rebuild` another build replaces the earlier ones, which are removed
-    when no process reads them; the ranks of one launch create only one. If `write` raises, nothing is left and the
-    next waiting process builds.
+    One process writes while the others wait. With `rebuild`, a new build replaces the earlier ones, which are removed
+    when no process reads them; the ranks of one launch create only one. If `write` raises, its files are removed and
+    the next waiting process builds.
     """
     before = find_build(entry)
     if before is not None and not rebuild:
@@ -137,13 +137,14 @@ def find_build(entry: Path) -> Path | None:
 def hold_for_reading(build: Path) -> int | None:
     """Returns an open descriptor that prevents the removal of a build until it is closed.
 
-    None if the file system has no locks: then builds are never removed. A missing build raises FileNotFoundError.
+    None if the file system has no locks, in which case builds are never removed. A missing build raises
+    FileNotFoundError.
     """
     if fcntl is None:
         return None
     descriptor = os.open(build, os.O_RDONLY)
     try:
-        # flock, not a record lock: it works on a folder, and forked workers inherit it.
+        # flock instead of a record lock, because it works on a folder and forked workers inherit it.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     except OSError:
         os.close(descriptor)
@@ -177,8 +178,8 @@ def _lock(entry: Path, *, unless_other_than: Path | None) -> Iterator[tuple[Repo
     """Waits for the entry's lock, or until another build than the given one appears; see `_wait`.
 
     Yields a function to report progress, and whether the lock excludes other processes. A POSIX record lock belongs to
-    one process: processes that user code forks do not hold it. (Two threads may therefore build at the same time, in
-    different folders.)
+    one process, so processes that user code forks do not hold it. (Two threads may build at the same time, in different
+    folders.)
     """
     with (entry / _LOCK_FILE).open("a+", encoding="utf-8") as file:
 
@@ -197,7 +198,7 @@ def _lock(entry: Path, *, unless_other_than: Path | None) -> Iterator[tuple[Repo
 def _wait(descriptor: int, entry: Path, *, before: Path | None) -> bool:
     """Returns True when the lock is acquired; False without locks, or when another process's build exists.
 
-    The build is checked too, because its process may hold the lock again at once, for another build.
+    The build is checked too, because its process may immediately hold the lock again for another build.
     """
     wait, reported_at = _FIRST_WAIT_SECONDS, -_REPORT_EVERY_SECONDS
     while (is_free := _try_lock(descriptor)) is False:
@@ -242,7 +243,8 @@ def _process_started() -> float:
 
 
 def _is_built_by_launch(build: Path) -> bool:
-    """Returns True if another rank of this launch built it since the start: then it is the requested rebuild."""
+    """Returns True if another rank of this launch has built it since the start, in which case it is the requested
+    rebuild."""
     launch, num_ranks = _launch_id()
     if num_ranks < 2:
         return False
@@ -269,7 +271,7 @@ def _rename_into_place(staging: Path, entry: Path) -> Path:
 
 
 def _remove_abandoned(entry: Path) -> None:
-    """Removes what killed processes left, of this entry (whose lock is held) and of the entries next to it."""
+    """Removes leftovers of killed processes, of this entry (whose lock is held) and of the entries next to it."""
     for staging in entry.parent.glob(f"*/{_STAGING}*"):
         # Another thread of this process may be writing it; record locks do not exclude it.
         if staging.name.startswith(f"{_STAGING}{_this_process()}-"):

@@ -1,9 +1,9 @@
-"""Chats as tokens: a row of data → messages → the text of the chat template → tokens, and which of them are trained.
+"""Converts chats to tokens: a row → messages → the text of the chat template → tokens, and which of them are trained.
 
     read_row(row) → Chat or TextPair → render → RenderedChat(ids, is_trained)
 
-The sources are in sources/chat.py and sources/preferences.py; nothing here knows files, lengths or batches. Errors are
-DataErrors without a location, which the sources add.
+The sources are in sources/chat.py and sources/preferences.py; this module is independent of files, lengths and batches.
+Errors are DataErrors without a location, which the sources add.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""The template of tokenizers that have none."""
+"""The template for tokenizers without one."""
 
 TRAIN_ON = ("assistant", "last", "all")
 
@@ -57,17 +57,17 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation as a chat template expects it."""
+    """A conversation in the form that a chat template expects."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     num_prompt: int = 0
-    """The number of messages at the start that are a prompt: the assistant's turns among them are not trained."""
+    """The number of messages at the start that form the prompt; the assistant's turns among them are not trained."""
 
 
 @dataclass(frozen=True)
 class TextPair:
-    """A prompt and its completion as text, which no chat template changes."""
+    """A prompt and its completion as text, to which no chat template is applied."""
 
     prompt: str
     completion: str
@@ -75,13 +75,13 @@ class TextPair:
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The tokens of a conversation, and for each whether the model is trained to predict it."""
+    """The tokens of a conversation, and whether the model is trained to predict each."""
 
     ids: list[int]
     is_trained: list[bool]
 
     def cut(self, max_length: int | None) -> RenderedChat:
-        """Returns the first `max_length` tokens; None for all."""
+        """Returns the first `max_length` tokens; all if it is None."""
         return RenderedChat(self.ids[:max_length], self.is_trained[:max_length])
 
 
@@ -117,7 +117,7 @@ def read_row(row: Any) -> Chat | TextPair:
 
 
 def read_messages(value: Any, name: str = "messages") -> list[Message]:
-    """Returns messages with `role` and `content` for a template, from those of OpenAI's or ShareGPT's format.
+    """Returns messages with `role` and `content` for a template, from OpenAI's or ShareGPT's format.
 
     Fields that are None are removed, parts of content that are texts are joined, and a tool call's arguments are a
     mapping even if they are given as JSON. `name` is the field's name for errors.
@@ -259,7 +259,7 @@ def render(
 
 
 def render_text(prompt: str, completion: str, tokenizer: TextTokenizer, *, train_on: str = "assistant") -> RenderedChat:
-    """Returns the tokens of a prompt and its completion without a template; the end of the text is appended.
+    """Returns the tokens of a prompt and its completion without a template; the EOS token is appended.
 
     A token that contains the end of the prompt and the beginning of the completion is trained.
     """
@@ -270,7 +270,7 @@ def render_text(prompt: str, completion: str, tokenizer: TextTokenizer, *, train
             "instead of text, or set eos_token in its tokenizer_config.json."
         )
     ids, spans = tokenizer.encode_with_spans(prompt + completion, add_special_tokens=True)
-    # Tokens that represent no text have empty spans; of those only the ones at the end belong to the completion.
+    # Tokens that represent no text have empty spans; only those at the end belong to the completion.
     first = next((number for number, (_, end) in enumerate(spans) if end > len(prompt)), len(ids))
     is_trained = [train_on == "all" or number >= first for number in range(len(ids))]
     if not ids or ids[-1] != tokenizer.eos_id:
@@ -291,9 +291,10 @@ def render_chat(
 
     `train_on` selects the turns of the assistant, the last one of them, or all tokens; turns among the first
     `num_prompt` messages are not trained, except with all. A turn includes the token that ends it. The turns are those
-    that the template marks with {% generation %}, else the text between the prompt for a turn and the conversation up
-    to its end. If that text is not a part of the conversation, because the template drops earlier reasoning for
-    example, or if nothing ends it, this raises DataError. `chat_template` replaces the tokenizer's template.
+    that the template marks with {% generation %}, or otherwise the text between the prompt for a turn and the
+    conversation up to its end. If that text is not a part of the conversation, because the template drops earlier
+    reasoning for example, or if nothing ends it, this raises DataError. `chat_template` replaces the tokenizer's
+    template.
     """
     check_train_on(train_on)
     template = _Template.of(tokenizer, tools, chat_template)
@@ -319,7 +320,7 @@ def render_prompt(
     tools: Sequence[dict[str, Any]] | None = None,
     chat_template: str | None = None,
 ) -> list[int]:
-    """Returns the tokens of a conversation and of the beginning of the assistant's next turn, to generate it."""
+    """Returns the tokens of a conversation with the beginning of the assistant's next turn, to generate the turn."""
     text = render_prompt_text(messages, tokenizer, tools=tools, chat_template=chat_template)
     return tokenizer.encode_with_spans(text)[0]
 
@@ -331,12 +332,12 @@ def render_prompt_text(
     tools: Sequence[dict[str, Any]] | None = None,
     chat_template: str | None = None,
 ) -> str:
-    """Returns the text of which `render_prompt` returns the tokens."""
+    """Returns the text whose tokens `render_prompt` returns."""
     return _Template.of(tokenizer, tools, chat_template).render(messages, add_generation_prompt=True)[0]
 
 
 PROBE = "X"
-"""The assistant's turn of the conversation that shows how a template ends one."""
+"""The assistant's turn of a conversation that is used to find out how a template ends turns."""
 
 
 def find_turn_end(
@@ -344,8 +345,8 @@ def find_turn_end(
 ) -> tuple[frozenset[int], tuple[str, ...]]:
     """Returns the tokens and the texts that end a turn of the assistant, from two conversations.
 
-    `asked` is the prompt for a turn, and `whole` the same conversation with `PROBE` as the turn. The end is what the
-    template writes after it: the first special token or, without one, the text.
+    `asked` is the prompt for a turn, and `whole` the same conversation with `PROBE` as the turn. The end is the
+    template's output after the turn: the first special token or, without one, the text.
     """
     # The prompt may have more than the finished turn, such as the beginning of a thought.
     turn = list(whole[common_length(asked, whole) :])
@@ -363,7 +364,7 @@ def turn_end(tokenizer: TextTokenizer, chat_template: str | None = None) -> tupl
     turns = [question, {"role": "assistant", "content": PROBE}]
     try:
         whole = render_chat(turns, tokenizer, train_on="all", chat_template=chat_template).ids
-    except DataError:  # such as a template that only renders prompts: the tokenizer's end token is left
+    except DataError:  # such as a template that only renders prompts; the tokenizer's EOS token remains
         return frozenset(), ()
     return find_turn_end(asked, whole, special_ids=tokenizer.special_ids, decode=tokenizer.decode)
 
@@ -422,7 +423,7 @@ class _Template:
 
     @property
     def has_markers(self) -> bool:
-        """True if the template marks what the assistant writes."""
+        """True if the template marks the assistant's text."""
         return _GENERATION.search(self.text) is not None
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> tuple[str, list[Span]]:

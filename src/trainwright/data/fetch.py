@@ -38,11 +38,12 @@ _SAMPLE_STREAM, _BATCH_STREAM = 0xDA7A, 0xBA7C  # separate the seeds of samples,
 
 
 class StreamBrokenError(DataError):
-    """An error after which a stream cannot continue; it is not a row that could be skipped."""
+    """An error after which a stream cannot continue, in contrast to a row that could be skipped."""
 
 
 def is_stream(dataset: Any) -> bool:
-    """Returns True if the dataset can only be iterated. One with both an index and iteration is read by its index."""
+    """Returns True if the dataset can only be iterated. A dataset with both an index and iteration is read by its
+    index."""
     return hasattr(dataset, "__iter__") and not (has_index(dataset) and hasattr(dataset, "__len__"))
 
 
@@ -130,7 +131,7 @@ class Span(NamedTuple):
     batch: tuple[int, int] = (0, 0)
     """The positions of the whole batch over all ranks: start and stop."""
     indices: tuple[int, ...] = ()
-    """The sample at each position if a sampler has drawn them in the run's process; empty: the order defines them."""
+    """The sample at each position if a sampler has drawn them in the run's process; empty if the order defines them."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class OnError:
                 try:
                     known.add(RowFailure(**json.loads(line)))
                 except (ValueError, TypeError):
-                    continue  # the last line of a run that was killed
+                    continue  # the incomplete last line of a killed run
         return known
 
 
@@ -207,21 +208,21 @@ class Fetched(NamedTuple):
 
     batch: Any
     num_samples: int
-    """The number of samples that count; 0 for a stand-in."""
+    """The number of samples that count; 0 for a placeholder."""
     failures: tuple[RowFailure, ...] = ()
     """Rows that were skipped because they cannot be read."""
     cursors: tuple[tuple[int, Any], ...] = ()
-    """Where a stream can be resumed: (lane, cursor)."""
+    """The position from which a stream can be resumed: (lane, cursor)."""
     sources: tuple[str, ...] = ()
     """The source of each sample of a mixed stream."""
     ended: tuple[int, ...] = ()
     """The lanes of a stream that have ended, as far as the reader knows."""
 
     def count_ignored(self) -> tuple[int, int]:
-        """Returns the number of labels of -100, and of rows that have no other: nothing is learned from those.
+        """Returns the number of labels of -100, and the number of rows in which all labels are -100.
 
-        The rows stay in the batch, where they weigh nothing in a loss that counts labels: leaving them out would move
-        every later sample to another position.
+        These rows stay in the batch, with weight 0 in a loss that counts labels, because removing them would change the
+        position of every later sample.
         """
         labels = self.batch.get("labels") if isinstance(self.batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.dtype not in (torch.int64, torch.int32) or not self.num_samples:
@@ -319,7 +320,7 @@ class SampleFetcher(Dataset[Any]):
     def _explain_none(
         self, error: Exception, samples: list[Any], indices: list[int], failures: list[RowFailure]
     ) -> None:
-        """Raises an error that names a sample which is None, if there is one; a collator may also accept those."""
+        """Raises an error that names a sample that is None, if there is one; a collator may accept such samples."""
         number = next((number for number, sample in enumerate(samples) if sample is None), None)
         if number is None:
             return
@@ -327,7 +328,7 @@ class SampleFetcher(Dataset[Any]):
         skipped = {failure.row for failure in failures}
         rows = [_failure(error, dataset, index) for index in located]
         readable = [row for row in rows if row.row not in skipped]
-        if number < len(readable):  # else a stand-in
+        if number < len(readable):  # otherwise a placeholder
             row = readable[number]
             raise DataError(
                 f"Sample {row.row} of {row.source} is None. Return a sample for every index, or use a collator that "
@@ -335,7 +336,7 @@ class SampleFetcher(Dataset[Any]):
             ) from error
 
     def _find_stand_in(self, span: Span) -> list[Any]:
-        """Returns one readable sample near a span without any: it is in the batch with weight 0."""
+        """Returns a readable sample near a span that has none; it is in the batch with weight 0."""
         for distance in range(1, self.order.size):
             for position in (span.start - distance, span.stop - 1 + distance):
                 if position >= 0:
@@ -397,7 +398,7 @@ def _locate(dataset: Any, indices: list[int]) -> tuple[Any, list[int]]:
 
 
 def _annotate_first_failure(error: Exception, dataset: Any, indices: list[int]) -> None:
-    """Adds to an error which of several samples it is about: the first one that also fails alone."""
+    """Adds the sample to an error about several samples: the first one that also fails alone."""
     for index in indices:
         try:
             dataset[index]

@@ -1,4 +1,4 @@
-"""The files that a dataset reads, and whether a resumed run reads the same ones.
+"""The files that a dataset reads, and the check that a resumed run reads the same files.
 
 Positions in the data refer to these files in their order. Their contents are not compared.
 """
@@ -22,7 +22,7 @@ _MAX_DEPTH = 8
 def files_of(dataset: Any, *, depth: int = 0) -> list[str]:
     """Returns the files of a dataset and of those inside it, `name (size)` in order; [] if it does not name any.
 
-    A dataset names them with a method `list_files`. Mixed, packed and split datasets have others inside.
+    A dataset names them with a method `list_files`. Mixed, packed and split datasets contain other datasets.
     """
     listed = getattr(dataset, "list_files", None)
     if callable(listed):

@@ -53,8 +53,8 @@ def load_hf_dataset(
     are cached below `cache_dir` (by default `trainwright` in $XDG_CACHE_HOME or ~/.cache). The cache key is the
     function's source and the values bound to it, `columns`, `version` and the data.
 
-    Functions that `process_fn` calls are not part of the key: change `version` (a text or a number) when they change.
-    It is required if the source cannot be read, as of a function typed into a console, or if the function is bound to
+    Functions that `process_fn` calls are not part of the key; change `version` (a text or a number) when they change.
+    It is required if the source cannot be read, as for a function defined in a console, or if the function is bound to
     objects such as a tokenizer.
 
     `transformer_name` replaces the function's source in the key, so a changed function is *not* detected. It is for
@@ -82,7 +82,7 @@ def load_hf_dataset(
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where the rows are: a name on the hub, or a local file or folder."""
+    """The location of the rows: a name on the hub, or a local file or folder."""
 
     split: str
     name: str = ""
@@ -136,7 +136,7 @@ class _Keep:
         self.__name__ = "rows" if function is None else name_of(function)
 
     def key(self, name: str | None, version: Version) -> str:
-        """Returns what the processing is known by: its name, or else the function's source."""
+        """Returns an identifier of the processing: its name, or the function's source."""
         if name is None:
             known_by = fingerprint_function(self._function or _as_it_is, version=version)
         else:
@@ -168,7 +168,7 @@ def _as_it_is(row: dict[str, Any]) -> dict[str, Any]:
 def _load(origin: _Origin, *, cache_dir: str | Path | None, offline: bool) -> Any:
     """Returns the rows as a `datasets.Dataset`."""
     datasets = import_datasets("load_hf_dataset")
-    # With a cache_dir all of it is there, also what `datasets` fetches and converts.
+    # With a cache_dir, all files are there, including those that `datasets` downloads and converts.
     own_cache = None if cache_dir is None else cache_root(cache_dir) / "datasets"
     if own_cache is not None:
         tag_as_cache(own_cache)
@@ -184,7 +184,7 @@ def _load(origin: _Origin, *, cache_dir: str | Path | None, offline: bool) -> An
         shown = f"{origin.file or _HUB + origin.name}:{origin.split}"
         advice = "Check the name, the config, the split and the network."
         if offline:
-            advice = "offline=True uses only what was fetched before: fetch it once without."
+            advice = "offline=True uses only data that was downloaded before; download it once without offline."
         raise DataError(f"load_hf_dataset: {shown} cannot be read: {type(error).__name__}: {error} {advice}") from error
 
 

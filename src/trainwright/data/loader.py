@@ -1,7 +1,7 @@
 """Batches by global position, for training (endless, shuffled) and evaluation (once, in order).
 
-`MadeBatches` stands for a dataset where the trainer makes the batches. order.py defines which index is at which
-position; streams have stream_loader.py.
+`MadeBatches` replaces a dataset if the trainer makes the batches. order.py defines the index at each position;
+stream_loader.py is for streams.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Fetcher(WorkerFetcher, Protocol):
 def host_batches(
     fetcher: Fetcher, requests: Iterator[Any], options: LoaderOptions, queue: deque[tuple[Any, Fetched]], *, label: str
 ) -> Iterator[Any]:
-    """Yields each batch; appends its request and the rest of what was fetched to `queue`, which stays on the host."""
+    """Yields each batch; appends its request and the other fetched values to `queue`, which stays on the host."""
     if options.num_workers > 0:
         for request, fetched in serve_in_workers(fetcher, requests, options, label=label):
             queue.append((request, fetched))
@@ -81,7 +81,7 @@ class SkippedPositions:
         self.ranges = merged
 
     def add_all(self, ranges: Iterable[Sequence[int]]) -> None:
-        """Adds saved ranges to the present ones, which an earlier state does not contain."""
+        """Adds saved ranges to the current ones, which an earlier state does not contain."""
         for start, stop in ranges:
             self.add(int(start), int(stop))
 
@@ -116,7 +116,7 @@ def rank_spans(
 _WINDOW_STREAM = 0x714D  # separates the seeds of windows from those of epochs
 
 BATCHES_PER_WINDOW = 64
-"""A larger number makes the lengths within a batch more equal, and the order less random."""
+"""A larger number makes the lengths within a batch more similar, and the order less random."""
 
 
 class LengthOrder(Order):
@@ -166,7 +166,7 @@ class LengthOrder(Order):
             indices = super().indices(first, last)
             indices = indices[np.argsort(self._lengths[indices], kind="stable")]
             batches = [indices[begin : begin + self._batch_size] for begin in range(0, len(indices), self._batch_size)]
-            # The last one may be short. It stays last, so that the others begin at batch boundaries.
+            # The last one may be short. It stays last, so the others begin at batch boundaries.
             num_whole, key = len(batches) - 1, mix_seed(self.seed, _WINDOW_STREAM, first)
             turns = permute(np.arange(num_whole), num_whole, key=key)
             self._sorted = np.concatenate([*(batches[turn] for turn in turns.tolist()), batches[-1]])
@@ -242,13 +242,13 @@ class TrainData(BatchLoader):
         num_samples: int | None = None,
         **common: Any,
     ) -> None:
-        """`sampler` draws the order instead (samplers.py). `last_batch` is what happens to the end of an epoch."""
+        """`sampler` draws the order instead (samplers.py). `last_batch` defines the end of an epoch."""
         super().__init__(dataset, global_batch_size=global_batch_size, seed=seed, **common)
         self.num_samples = num_samples
         self.samples_seen = 0
-        """Samples returned so far over all ranks, with those that were skipped."""
+        """Samples returned so far over all ranks, including skipped ones."""
         self.order_position = 0
-        """The position in the order behind the last batch; equal to `samples_seen`, unlike for a stream."""
+        """The position in the order after the last batch; unlike for a stream, equal to `samples_seen`."""
         self.batch_positions = (0, 0)
         """The positions of the last batch over all ranks: start and stop."""
         self._size = count_samples(dataset, "data.train")
@@ -289,7 +289,7 @@ class TrainData(BatchLoader):
 
     @property
     def _next_position(self) -> int:
-        """The position of the next sample that is returned; behind the last one, `num_samples`."""
+        """The position of the next sample that is returned; after the last one, `num_samples`."""
         position, limit = self.order_position, self.num_samples
         if not self._skipped.ranges:
             return position
@@ -305,7 +305,7 @@ class TrainData(BatchLoader):
         return self._size
 
     def epochs_at(self, position: int) -> Fraction:
-        """Returns how many epochs the positions before this one are."""
+        """Returns the number of epochs that the positions before this one cover."""
         epoch = int(self.order.epoch_at(position) if self._is_drawn else position // self.order.epoch_size)
         begin, end = self.order.epoch_span(position)
         return epoch + Fraction(position - begin, end - begin)
@@ -317,7 +317,7 @@ class TrainData(BatchLoader):
         return round(epochs * int(self.order.epoch_size))
 
     def count_batches(self, stop: int) -> int:
-        """Returns the number of batches from `order_position` to a position, of which the last may be short."""
+        """Returns the number of batches from `order_position` to a position; the last one may be short."""
         start, size = self.order_position, self.global_batch_size
         if stop <= start:
             return 0
@@ -371,7 +371,7 @@ class TrainData(BatchLoader):
         order = self.order
         if self._is_drawn:
             spans = map(self._with_indices, spans)
-            order = Order(self._size, seed=self.seed)  # only for stand-ins; a sampler stays in this process
+            order = Order(self._size, seed=self.seed)  # only for placeholders; a sampler stays in this process
         fetcher = SampleFetcher(self.dataset, order, self.collator, self.seed, skips_errors=self.on_error.skips)
         queue: deque[tuple[Any, Fetched]] = deque()
         is_first = True
@@ -393,7 +393,7 @@ class TrainData(BatchLoader):
             self.samples_seen = self.order_position = self.num_samples
 
     def _with_indices(self, span: Span) -> Span:
-        """Adds what the sampler has drawn for a span; a stand-in is the first sample of the batch."""
+        """Adds the samples that the sampler has drawn for a span; a placeholder is the first sample of the batch."""
         start, stop = (span.batch[0], span.batch[0] + 1) if span.is_stand_in else (span.start, span.stop)
         return span._replace(indices=tuple(self.order.indices(start, stop).tolist()))
 
@@ -407,7 +407,7 @@ class TrainData(BatchLoader):
             self._skipped_counts[name] = self._skipped_counts.get(name, 0) + count - before[name]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the samples seen so far over all ranks, and what else the order depends on."""
+        """Returns the number of samples seen so far over all ranks, and the other values on which the order depends."""
         return {
             "position": self.samples_seen,
             "num_samples": self._size,
@@ -492,7 +492,7 @@ class MadeBatches(BatchLoader):
         return self.samples_seen
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
-        """Returns a generator that raises at the first `next`: there is nothing to fetch."""
+        """Returns a generator that raises at the first `next`, because there is nothing to fetch."""
         self.has_ended = False
         return self._nothing()
 
@@ -555,7 +555,7 @@ class MadeBatches(BatchLoader):
         return states[0]
 
     def load_state_dict(self, state: Mapping[str, Any], *, accept_changes: bool = False) -> None:
-        """Continues to count; the state of what makes the batches is the trainer's."""
+        """Continues to count; the trainer has the state of the code that makes the batches."""
         if "made" not in state:
             raise DataError("data.train is null, but the checkpoint was saved with a dataset.")
         self.samples_seen = int(state["position"])
@@ -581,7 +581,8 @@ class EvalData(BatchLoader):
         return self._size
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
-        """Yields this rank's batches, as many on every rank: a rank without samples in the last one has a stand-in."""
+        """Yields this rank's batches, the same number on every rank; a rank without samples in the last one has a
+        placeholder."""
         spans = rank_spans(0, self._stop, self.global_batch_size, self.view)
         fetcher = SampleFetcher(self.dataset, self.order, self.collator, self.seed, skips_errors=self.on_error.skips)
         queue: deque[tuple[Any, Fetched]] = deque()

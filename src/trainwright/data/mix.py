@@ -36,7 +36,7 @@ def block_shares(weights: Mapping[str, float]) -> Indices:
     total = math.fsum(weights.values())
     wanted = np.array([weight / total * BLOCK for weight in weights.values()])
     for name, exact in zip(weights, wanted, strict=True):
-        # With a tolerance: a weight of exactly one choice must not fail by rounding.
+        # With a tolerance, because a weight of exactly one choice must not fail by rounding.
         if exact < 1 - 1e-9:
             raise ConfigError(
                 f"The weight {weights[name]} of source {name} is {exact / BLOCK:.2g} of the sum of all weights "
@@ -52,7 +52,7 @@ def block_shares(weights: Mapping[str, float]) -> Indices:
 class Choices:
     """The endless sequence of choices between sources, by their shares of a block.
 
-    Shuffled, each block has its own permutation; otherwise all blocks have the same even interleaving. The current
+    If shuffled, each block has its own permutation; otherwise, all blocks have the same even interleaving. The current
     block is kept, because it takes about a millisecond to compute.
     """
 
@@ -164,7 +164,7 @@ class ConcatenatedOrder(Order):
         """Returns the number of samples of each source among the first `position`.
 
         A shuffled epoch is counted from the previous call's position; the first call after a resume counts from the
-        start of the epoch, at about 10 million samples a second.
+        start of the epoch, at about 10 million samples per second.
         """
         epoch, rest = divmod(position, self.size)
         sizes = np.array(list(self._sizes.values()))
@@ -230,7 +230,7 @@ class MixedStream(DerivedStream):
 
     def _shard(self, num_shards: int, index: int) -> MixedStream:
         shards = {name: source.shard(num_shards=num_shards, index=index) for name, source in self.sources.items()}
-        # Equal choices in all shards would fill a batch, which is read from all of them, with one source.
+        # With equal choices in all shards, a batch, which is read from all of them, would contain only one source.
         seed = self.run_seed if num_shards == 1 else mix_seed(self.run_seed, _SHARD_STREAM, num_shards, index)
         mixed = MixedStream(shards, self.weights, run_seed=seed)
         mixed.epoch = self.epoch
@@ -333,7 +333,7 @@ class RowStream:
     """A dataset with an index as a stream: positions start … stop−1 of each epoch's permutation.
 
     A shard is a range of positions, so the shards of an epoch are disjoint, and a state needs no rows to be read
-    again. A row that raises is passed. Each pass reads a copy (SourcePass), so the object is its own iterator.
+    again. A row that raises is skipped. Each pass reads a copy (SourcePass), so the object is its own iterator.
     """
 
     _CHUNK = 1024
@@ -422,10 +422,10 @@ def mix(
 ) -> Mix | MixedStream:
     """Combines several datasets.
 
-    With `weights` each source has its share of the samples, for any size: a small one is repeated, with a different
-    shuffle in each of its epochs. Without weights an epoch contains every sample of every source once; streams, whose
-    sizes are unknown, have equal shares. `same_source_batches` fills every global batch from one source; without
-    weights a source's share of the batches is then its share of the samples.
+    With `weights`, each source has its share of the samples, independent of its size: a small source is repeated, with
+    a different shuffle in each of its epochs. Without weights an epoch contains every sample of every source once;
+    streams, whose sizes are unknown, have equal shares. `same_source_batches` fills every global batch from one source;
+    without weights, a source's share of the batches is its share of the samples.
     """
     _check_arguments(sources, weights)
     streams = [name for name, source in sources.items() if is_stream(source)]
@@ -561,7 +561,7 @@ def _check_arguments(sources: Mapping[str, Any], weights: Mapping[str, float] | 
         check_dataset(source, name=f"Source {name}", reader="mix")
     if weights is not None and weights.keys() != sources.keys():
         raise ConfigError(
-            f"weights has {', '.join(weights) or 'no names'}, but sources has {', '.join(sources)}. Give every source "
-            "a weight, or none.",
+            f"weights has {', '.join(weights) or 'no names'}, but sources has {', '.join(sources)}. Set a weight for "
+            "every source, or for none.",
             where="mix",
         )

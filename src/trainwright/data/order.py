@@ -1,4 +1,4 @@
-"""Which sample is at which global position: a pure function of (seed, position).
+"""Maps global positions to samples, as a pure function of (seed, position).
 
 A keyed permutation (a Feistel network with cycle walking) visits every sample of an epoch exactly once in O(1)
 memory, so a billion rows are shuffled without an id list and any rank, worker or resumed run can compute its own
@@ -42,7 +42,7 @@ def permute(positions: Indices, size: int, *, key: int) -> Indices:
     if size <= 1:
         return np.zeros_like(positions)
     num_bits = (size - 1).bit_length()
-    # Processors multiply four numbers of 32 bits in the time of one of 64.
+    # Processors multiply four 32-bit numbers in the time of one 64-bit number.
     number = np.uint32 if num_bits <= 32 else np.uint64
     keys = [number(mix_seed(key, round_) & int(np.iinfo(number).max)) for round_ in range(_ROUNDS)]
     values = _feistel(positions.astype(number), num_bits, keys)

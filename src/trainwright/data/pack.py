@@ -1,7 +1,7 @@
 """pack: documents of any length as rows of one length, for language models.
 
-Documents with an index are placed whole where they fit best (`PackedDocuments`); those of a stream are concatenated
-and split (`PackedStream`). Rows have the same format in both cases.
+Documents with an index are not split and placed where they fit best (`PackedDocuments`); those of a stream are
+concatenated and split (`PackedStream`). Rows have the same format in both cases.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ class PackingPlan:
 def make_plan(lengths: Indices, *, length: int, seed: int) -> PackingPlan:
     """Packs documents of these lengths into rows of `length` tokens.
 
-    A document longer than a row is split: whole rows of it come first, and the rest is packed like a document. The
-    longest chunk is placed first, each in the row that it fills best; the seed decides among equal ones.
+    A document longer than a row is split: whole rows of it come first, and the rest is packed like a document. Chunks
+    are placed longest first, each in the row that it fills best; the seed decides among equal ones.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     whole, rest = np.divmod(lengths, length)
     long = np.flatnonzero(whole)
     num_whole = int(whole.sum())
     whole_documents = np.repeat(long, whole[long])
-    # The n-th whole row counts from its document's first one.
+    # The n-th full row, counted from the first one of its document.
     firsts = np.repeat(np.cumsum(whole[long]) - whole[long], whole[long])
     whole_offsets = (np.arange(num_whole) - firsts) * length
 
@@ -101,13 +101,13 @@ def make_plan(lengths: Indices, *, length: int, seed: int) -> PackingPlan:
 
 
 def _fit(sizes: Indices, length: int) -> Indices:
-    """Returns the row of each chunk; the chunks are sorted by falling size.
+    """Returns the row of each chunk; the chunks are sorted by decreasing size.
 
     Chunks of one size are placed together: the best row for one of them is also the best for the next one until it is
-    full, so each row takes as many as fit. A bitmap has the amounts of room for which there is a row.
+    full, so each row takes as many as fit. A bitmap has the amounts of free space for which there is a row.
     """
     rows_with_room: list[list[int]] = [[] for _ in range(length)]
-    bitmap = 0  # bit n: there is a row with room for exactly n more tokens
+    bitmap = 0  # bit n: there is a row with space for exactly n more tokens
     placed: list[int] = []
     num_rows = 0
     values, counts = np.unique(-sizes, return_counts=True)
@@ -164,7 +164,7 @@ class DocumentReader:
 
     @cached_property
     def end_of_document(self) -> int | None:
-        """The token at the end of every document: the given one, else the tokenizer's, else None."""
+        """The token at the end of every document: the argument, or the tokenizer's, or None."""
         if self._given_end is None and self.tokenizer is not None:
             end: int | None = self.tokenizer.eos_id
             return end
@@ -187,7 +187,7 @@ class DocumentReader:
         return documents
 
     def _find(self, samples: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, int | None]]:
-        """Returns each document's tokens, and the token that is still to be appended to them."""
+        """Returns each document's tokens, and the token that has yet to be appended."""
         end = self.end_of_document
         found: list[tuple[Any, int | None]] = []
         texts: list[int] = []
@@ -275,11 +275,11 @@ class Row:
         self._document_ids = np.full(length, -1, dtype=np.int64)
 
     def add(self, document: Document, offset: int, size: int) -> None:
-        """Appends `size` tokens of a document from `offset` on; the caller ensures that there is room."""
+        """Appends `size` tokens of a document from `offset` on; the caller ensures that there is space."""
         start = len(self._input_ids) - self.room
         stop = start + size
         self._input_ids[start:stop] = document.tokens[offset : offset + size]
-        # The model shifts labels: the first token would be predicted from the previous document.
+        # The model shifts labels, so the first token would be predicted from the previous document.
         labels = document.tokens if document.labels is None else document.labels
         self._labels[start + 1 : stop] = labels[offset + 1 : offset + size]
         self._position_ids[start:stop] = np.arange(size)
@@ -288,7 +288,7 @@ class Row:
         self.room -= size
 
     def finish(self) -> dict[str, Tensor]:
-        """Returns the sample; the rest is padding."""
+        """Returns the sample, padded to the length."""
         sample = {
             "input_ids": torch.from_numpy(self._input_ids),
             "labels": torch.from_numpy(self._labels),
@@ -297,7 +297,7 @@ class Row:
         if self._format.borders == "documents":
             sample["document_ids"] = torch.from_numpy(self._document_ids)
         elif self._format.borders == "mask":
-            # Padding attends to padding, because a query without any key has no softmax.
+            # Padding attends to padding, because the softmax of a query without keys is undefined.
             same = self._document_ids[:, None] == self._document_ids[None, :]
             sample["attention_mask"] = torch.from_numpy(np.tril(same)[None])
         return sample
@@ -320,7 +320,7 @@ class PackedStream(DerivedStream):
 
     @property
     def tokenizer(self) -> Any:
-        """The given tokenizer, else the source's."""
+        """The tokenizer argument, or the source's tokenizer."""
         return self.source.tokenizer if self.reader.tokenizer is None else self.reader.tokenizer
 
     def _read(self, start: Mapping[str, Any] | None) -> PackedPass:
@@ -421,7 +421,7 @@ class PackedPass:
         self._use_document()
 
     def _use_document(self) -> None:
-        """Adds as much of the current document to the row as there is room for."""
+        """Adds as much of the current document to the row as fits."""
         if self._document is None:
             return
         left = len(self._document.tokens) - self._offset
@@ -464,7 +464,7 @@ def pack(
 
 
 class PackedDocuments(Dataset[dict[str, Tensor]]):
-    """Rows of whole documents; only one that is longer than a row is split.
+    """Rows of complete documents; only a document that is longer than a row is split.
 
     The plan is made at first use, from the source's `lengths` if it has them; otherwise every document is read
     once for its length. It depends only on the lengths and `run_seed`. Documents must not change between reads.
@@ -486,7 +486,7 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def plan(self) -> PackingPlan:
-        """Which chunk of which document is where in which row."""
+        """The plan of the chunks of documents in all rows."""
         lengths = self._count_tokens()
         with progress("Packing documents into rows"):
             plan = make_plan(lengths, length=self.row_format.length, seed=self.run_seed)
@@ -503,7 +503,7 @@ class PackedDocuments(Dataset[dict[str, Tensor]]):
 
     @property
     def tokenizer(self) -> Any:
-        """The given tokenizer, else the source's."""
+        """The tokenizer argument, or the source's tokenizer."""
         return self.source.tokenizer if self.reader.tokenizer is None else self.reader.tokenizer
 
     def __len__(self) -> int:

@@ -48,7 +48,7 @@ _NOT_INPUT = frozenset({"cache_dir", "type"})
 _FILE_URL, _HUB_URL = "file://", "hf://"
 
 Version: TypeAlias = str | int | float | None
-"""Changed by the user when something changes that the key does not contain."""
+"""Changed by the user after a change that the key does not cover."""
 
 
 def fingerprint_function(function: Callable[..., Any], *, version: Version = None, where: object | None = None) -> str:
@@ -94,12 +94,12 @@ def describe_input(
     run_seed: int | None = None,
     version: Version = None,
 ) -> str:
-    """Returns a text that changes when a component of the config returns other samples.
+    """Returns a text that changes when a component of the config would return other samples.
 
     It contains the arguments, with size and time of the files, folders and globs among them, and the source of the
-    user's class or function: `target`, which the component names, and the class of the dataset. Relative paths start
-    at `project_dir` if the target accepts it, else there or at the working directory. `run_seed` counts if the target
-    accepts it or is unknown.
+    user's class or function: `target`, which the component names, and the class of the dataset. Relative paths start at
+    `project_dir` if the target accepts it, and otherwise there or at the working directory. `run_seed` counts if the
+    target accepts it or is unknown.
     """
     names = _parameter_names(target)
     project = registry.project_folder() if project_dir is None else Path(project_dir)
@@ -120,7 +120,7 @@ def describe_input(
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Returns a function's name for messages; of a partial that of its function."""
+    """Returns a function's name for messages; for a partial, the name of its function."""
     inner = function.func if isinstance(function, functools.partial) else inspect.unwrap(function)
     name = getattr(inner, "__name__", type(inner).__name__)
     return "lambda" if name == "<lambda>" else str(name)
@@ -206,7 +206,7 @@ def _library_folders() -> tuple[str, ...]:
 
 
 def _is_library(code: Any) -> bool:
-    """Returns True for code of a library, of this package, or without a file: its name is enough for the key."""
+    """Returns True for code of a library, of this package, or without a file, whose name is sufficient for the key."""
     try:
         file = inspect.getsourcefile(code)
     except TypeError:
@@ -219,12 +219,12 @@ class _Reading:
     """Converts the arguments of a component or a function to plain values, and files to their size and time."""
 
     folders: Sequence[Path]
-    """Where a relative path may start; the files in all of them count."""
+    """The folders in which a relative path may start; files in all of them are included."""
     asks_servers: bool = True
     accepts_objects: bool = False
     """True if other objects are described by their class, because something else identifies their content."""
     where: object | None = None
-    """Where the value is set, for errors."""
+    """The source location of the value, for errors."""
 
     def describe(self, value: Any, *, name: str, label: str) -> Any:
         """Returns a value that JSON can represent; `name` is the argument's name, `label` is for errors."""
@@ -263,7 +263,7 @@ class _Reading:
             version = remote_version(text) if self.asks_servers and not text.startswith(_HUB_URL) else None
             return None if version is None else {"files": len(version), "digest": _digest(version)}
         relative = Path.home() / text[2:] if text.startswith("~/") else Path(text)
-        paths = dict.fromkeys(folder / relative for folder in self.folders)  # an absolute one is the same for each
+        paths = dict.fromkeys(folder / relative for folder in self.folders)  # an absolute path is the same for each
         files = [facts for path in paths for facts in _files_at(path)]
         if not files:
             return None
@@ -288,7 +288,7 @@ def _parameter_names(target: Callable[..., Any] | None) -> tuple[str, ...]:
 def _files_at(path: Path) -> Iterator[tuple[str, int, int]]:
     """Yields name, size and time of the files that a path or a glob names, without caches in folders."""
     roots = [path]
-    if not os.path.lexists(path):  # False also for a text that is too long for a name
+    if not os.path.lexists(path):  # also False for a text that is too long for a name
         is_glob = glob.has_magic(str(path))
         roots = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))] if is_glob else []  # noqa: PTH207
     for root in roots:
@@ -310,7 +310,7 @@ def _files_at(path: Path) -> Iterator[tuple[str, int, int]]:
             yield name, facts.st_size, facts.st_mtime_ns
 
 
-# A source's state may cost as much as a row, so it is requested once for this many rows.
+# Reading a source's state may take as long as a row, so it is requested once for this many rows.
 _ROWS_PER_ANCHOR = 64
 
 
@@ -379,7 +379,7 @@ class _ProcessedPass:
         try:
             row = self._source.take()
         except StopIteration:
-            raise  # the last row stays the current one
+            raise  # the last row remains the current one
         except Exception as caught:
             error = caught
         self._rows_since += 1
@@ -393,7 +393,8 @@ class _ProcessedPass:
         self._outputs = [] if returned is None else list(returned) if isinstance(returned, list) else [returned]
 
     def state(self) -> dict[str, Any]:
-        """Returns the source's last known state, the rows since then, and the samples given of the last row."""
+        """Returns the source's last known state, the number of rows since then, and of samples returned for the last
+        row."""
         return {"source": self._anchor, "rows": self._rows_since, "given": self._num_given}
 
 
@@ -528,7 +529,7 @@ class _RowProcessor(Dataset[Any]):
 
     def process(self, rows: range) -> Iterator[list[StoredSample]]:
         """Yields the stored samples of each row."""
-        # A source may draw too: its draws must depend on the rows only.
+        # A source may draw random numbers too, which must depend only on the rows.
         seed_generators(mix_seed(0, _SOURCE_STREAM, rows.start))
         try:
             samples = fetch(self._source, list(rows))
@@ -589,7 +590,7 @@ class _RowProcessor(Dataset[Any]):
 
 
 def _prepare_worker(number: int) -> None:
-    """Prepares a worker without anything to save: it ends at SIGTERM, and soon after its parent process."""
+    """Prepares a worker that has nothing to save: it ends at SIGTERM, and soon after its parent process."""
     prepare_worker(number)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()

@@ -34,15 +34,16 @@ def seed_generators(seed: int, which: Iterable[str] = tuple(SEEDERS)) -> None:
 
 
 _SPARE = np.random.MT19937(_START_SEED)
-"""Takes the place of numpy's bit generator in `preserve_generators`."""
+"""Replaces numpy's bit generator in `preserve_generators`."""
 
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Restores the global generators on exit, also after an error. Inside, numpy's has an undefined state: seed it.
+    """Restores the global generators on exit, also after an error. Inside, numpy's generator has an undefined state:
+    seed it.
 
-    numpy's bit generator is exchanged for another one, because reading its state would take 50 µs. Of a pair of numbers
-    that `np.random.randn` computes at once, the second is dropped: it is not part of the bit generator.
+    numpy's bit generator is exchanged for another one, because reading its state would take 50 µs. The second number of
+    a pair that `np.random.randn` has computed is lost, because it is not part of the bit generator.
     """
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()
     # numpy's type stubs lack these two functions.
@@ -60,7 +61,7 @@ def preserve_generators() -> Iterator[None]:
 class DrawDetector:
     """Detects which global generators were drawn from since `start`.
 
-    Comparing the states of Python's and numpy's generators would take 60 µs. They are set to a known state instead,
+    Comparing the states of Python's and numpy's generators would take 60 µs. They are instead set to a known state
     whose next number is known. Callers that need the previous states preserve them.
     """
 
@@ -74,7 +75,8 @@ class DrawDetector:
         np.random.seed(_START_SEED)
 
     def drawn(self) -> frozenset[str]:
-        """Returns the names of the generators that were used. Draws itself: call `start` before the next call."""
+        """Returns the names of the generators that were used. This call draws itself, so call `start` before the next
+        one."""
         used = []
         if torch.default_generator.get_state().numpy().tobytes() != self._torch_state:
             used.append("torch")

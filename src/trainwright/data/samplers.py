@@ -2,7 +2,7 @@
 
 The weighted sampler is a pure function of (seed, position), like the default order. A torch sampler is iterated in the
 run's process: one pass is one epoch, drawn with generators that are seeded from (seed, epoch). Ranks and workers
-receive their parts of what was drawn. loader.py makes batches of an order.
+receive their parts of the drawn indices. loader.py makes batches of an order.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Weights = npt.NDArray[np.float64]
 _DRAW_STREAM, _PASS_STREAM = 0xD4A3, 0x5A3F  # separate the uses of the seed
 _PLAIN = (bool, int, float, str, type(None))
 _MIN_LIMIT = 1_000_000
-"""Indices after which a pass counts as endless, unless the dataset is large."""
+"""The number of indices after which a pass counts as endless, unless the dataset is large."""
 
 
 def reject_large_batch(batch_size: int, epoch_size: int, *, of: str) -> None:
@@ -66,7 +66,7 @@ def order_of_sampler(sampler: Any, *, size: int, seed: int, batch_size: int, las
 
 
 class WeightedSampler:
-    """Draws samples with probabilities proportional to their weights, as torch's WeightedRandomSampler does.
+    """Draws samples with probabilities proportional to their weights, like torch's WeightedRandomSampler.
 
     `weights` has a number ≥ 0 for each sample of the training set: a list, a file (.json, .npy, .csv or .txt), or a
     function that receives the dataset and returns them, such as `weights.py:balance` or `my_pkg.module:balance`. An
@@ -156,7 +156,7 @@ def _check_weights(weights: Any, size: int) -> Weights:
     if found.ndim != 1 or len(found) != size:
         shape = f"{len(found)} weights" if found.ndim == 1 else f"an array of shape {list(found.shape)}"
         raise ConfigError(
-            f"data.sampler.weights: {shape}, but data.train has {size} samples. Give one number for each sample."
+            f"data.sampler.weights: {shape}, but data.train has {size} samples. Provide one number for each sample."
         )
     wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
     if wrong.size:
@@ -179,7 +179,7 @@ class WeightedSamples(Order):
         self._last = int(np.flatnonzero(weights)[-1])
         self._drawn: tuple[int, Indices] = (-1, np.empty(0, np.int64))
         if not replacement:
-            self.CHUNK_EPOCHS = 1  # an epoch is sorted as a whole
+            self.CHUNK_EPOCHS = 1  # a whole epoch is sorted at once
 
     def _compute(self, positions: Indices) -> Indices:
         epochs, offsets = np.divmod(positions, self.epoch_size)
@@ -192,7 +192,7 @@ class WeightedSamples(Order):
 
     def _draw_independently(self, epoch: int, offsets: Indices) -> Indices:
         numbers = _uniform(offsets, key=mix_seed(self.seed, _DRAW_STREAM, epoch)) * self._sums[-1]
-        # A weight of 0 adds nothing to the sum before it, so that no number falls on it; the last may, by rounding.
+        # A weight of 0 does not change the cumulative sum, so it is never drawn; the last one could be, by rounding.
         found: Indices = np.minimum(np.searchsorted(self._sums, numbers, side="right"), self._last)
         return found
 
@@ -207,11 +207,11 @@ class WeightedSamples(Order):
         return self._drawn[1][offsets]
 
     def state_dict(self, position: int) -> dict[str, Any]:
-        """Returns what identifies the weights; the position is the loader's."""
+        """Returns an identifier of the weights; the loader has the position."""
         return {"digest": _digest(self._weights)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, position: int, *, accept_changes: bool) -> None:
-        """Rejects other weights than those of the checkpoint."""
+        """Rejects weights that differ from those of the checkpoint."""
         _reject_other_order(state, _digest(self._weights), "other weights", accept_changes=accept_changes)
 
 
@@ -261,7 +261,7 @@ class SamplerOrder:
     """The order of a torch sampler: its passes one after another, each an epoch.
 
     The first pass is drawn at construction, the others when a batch needs them. The positions of earlier epochs are
-    kept, their indices are drawn again if needed.
+    kept; their indices are drawn again if needed.
     """
 
     def __init__(self, sampler: Any, *, size: int, seed: int, batch_size: int, last_batch: LastBatch) -> None:
@@ -348,7 +348,8 @@ class SamplerOrder:
     def position_after(self, epochs: float) -> int:
         """Returns the position at which a number of epochs has ended; draws them unless all have the same size.
 
-        After a resume the epochs before the present one are not known: a smaller number ends where this one begins.
+        After a resume, the epochs before the current one are not known; a smaller number ends where the current one
+        begins.
         """
         first, rest = self._epochs[0], max(epochs - self._first_epoch, 0)
         if self._declared:
@@ -488,7 +489,8 @@ class SamplerOrder:
     # State.
 
     def state_dict(self, position: int) -> dict[str, Any]:
-        """Returns the epoch of a position, where it begins, and what the sampler needs to draw it again."""
+        """Returns the epoch of a position, its first position, and the state that the sampler needs to draw it
+        again."""
         begin, attributes = position, dict(self._next_attributes)
         if position != self._end:
             found = self._epochs[self._number_at(position)]
@@ -509,13 +511,13 @@ class SamplerOrder:
 
 
 def reject_distributed(sampler: Any) -> None:
-    """Rejects a sampler that shares samples out between the ranks."""
+    """Rejects a sampler that divides samples among the ranks."""
     for each in _nested(sampler):
         kind = each if isinstance(each, type) else type(each)
         if issubclass(kind, DistributedSampler) or {"num_replicas", "rank"} <= vars(each).keys():
             raise ConfigError(
                 f"data.sampler: {kind.__name__} returns the samples of one rank, but every rank needs the order of "
-                "all: the loop divides each global batch between the ranks. Use a sampler for one process, such as "
+                "all: the loop divides each global batch among the ranks. Use a sampler for one process, such as "
                 "torch.utils.data:RandomSampler."
             )
 

@@ -37,7 +37,7 @@ class SplitDataset(Dataset[Any]):
         return self.dataset[self.indices_in_whole([index])[0]]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Fetches a batch with one call if the dataset can."""
+        """Fetches a batch with one call if the dataset supports it."""
         return fetch(self.dataset, self.indices_in_whole(indices))
 
     def __getattr__(self, name: str) -> Any:

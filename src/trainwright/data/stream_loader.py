@@ -1,9 +1,9 @@
 """Batches from a stream, for training (shuffled in blocks, pass after pass) and evaluation (once, in order).
 
-The state is small: the number of rows used of each lane, and a cursor from which it can be read again. The number of
-lanes is chosen at the start of a run and saved, so the order does not change with the number of ranks or workers.
+The state is small: the number of used rows of each lane, and a cursor from which the lane can be read again. The number
+of lanes is chosen at the start of a run and saved, so the order does not change with the number of ranks or workers.
 The positions of a lane that has ended stay empty until all lanes have ended; the ranks exchange these counts with one
-small message per batch. Data with an index has loader.py.
+small message per batch. loader.py is for data with an index.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _single_process_counts(*counts: int) -> tuple[int, ...]:
 
 
 class _Progress:
-    """The progress of a pass over a stream: what has been returned of each lane."""
+    """The progress of a pass over a stream: the rows of each lane that were returned."""
 
     def __init__(self, layout: LaneLayout, *, block_size: int) -> None:
         self.layout = layout
@@ -58,7 +58,7 @@ class _Progress:
         self.cursors: dict[int, dict[int, Cursor]] = {lane: {} for lane in range(layout.num_lanes)}
 
     def requests(self, view: View, batch_size: int, limit: int | None) -> Iterator[LaneRequest]:
-        """Yields this rank's request for each further batch, without an end unless there is a `limit` of positions."""
+        """Yields this rank's request for each further batch, endlessly unless there is a `limit` of positions."""
         batch, position, used = self.batch, self.num_positions, list(self.used)
         while limit is None or position < limit:
             size = batch_size - position % batch_size  # short after a ragged end, as for data with an index
@@ -127,7 +127,7 @@ class _Progress:
 
 
 class _ReadBatch(NamedTuple):
-    """A batch that was read, but not counted yet."""
+    """A batch that was read but is not yet counted."""
 
     batch: Any
     request: LaneRequest
@@ -137,7 +137,7 @@ class _ReadBatch(NamedTuple):
     shares: Sequence[int]
     """The samples of each source of a mixture."""
     is_returned: bool
-    """False if it is empty, or left out after a rollback."""
+    """False if it is empty, or skipped after a rollback."""
 
 
 class StreamData(BatchLoader):
@@ -159,7 +159,7 @@ class StreamData(BatchLoader):
         """The position at which the run stops, also within a pass; None: at the end of the stream."""
         self.num_passes = 1
         self.looks_ahead = False
-        """Whether a batch is returned only after the next one was read, so that `epoch` changes with the last one."""
+        """Whether a batch is returned only after the next one was read, so that `epoch` changes with the last batch."""
         self.samples_seen = 0
         """Samples returned so far, over all ranks."""
         self.epoch = 0
@@ -200,7 +200,7 @@ class StreamData(BatchLoader):
                 yield read.batch
 
     def _hold_back(self, reading: Generator[_ReadBatch, None, bool]) -> Generator[Any, None, bool]:
-        """Yields the batches like `_return_all`, each after the next one was read: then it is known to be the last."""
+        """Yields the batches like `_return_all`, each after the next one was read, so that the last one is known."""
         waiting: list[_ReadBatch] = []
         while True:
             failure: Exception | None = None
@@ -239,7 +239,7 @@ class StreamData(BatchLoader):
             self.batch_ignored = read.fetched.count_ignored()
 
     def _end_pass(self, *, has_ended: bool) -> bool:
-        """Begins the next pass if this one has ended, rather than reached the limit; returns whether it has."""
+        """Begins the next pass if this one has ended and has not reached the limit; returns whether it has."""
         if has_ended:
             self.epoch += 1
             self._positions_before += self._progress.num_positions
@@ -322,7 +322,7 @@ class StreamData(BatchLoader):
 
     @staticmethod
     def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Merges the ranks' states: each has cursors of the lanes that it reads; the rest is equal."""
+        """Merges the ranks' states: each has cursors of the lanes that it reads; the other values are equal."""
         merged = {**states[0], "progress": dict(states[0]["progress"])}
         merged["progress"]["cursors"] = {
             lane: max((each["progress"]["cursors"][lane] for each in states), key=lambda cursor: cursor["row"])
@@ -374,7 +374,7 @@ class EvalStream(BatchLoader):
         self._sum_counts = sum_counts or _single_process_counts
 
     def batches(self, to_device: ToDevice) -> Generator[Any, None, None]:
-        """Yields this rank's batches, as many on every rank: a rank without samples has a stand-in."""
+        """Yields this rank's batches, the same number on every rank; a rank without samples has a placeholder."""
         # One lane, read by every rank: the ranks' results are joined in the stream's order.
         progress = _Progress(LaneLayout(), block_size=UNSHUFFLED_BLOCK_SIZE)
         skips_errors = self.on_error.skips
@@ -401,6 +401,6 @@ class EvalStream(BatchLoader):
             self._sum_counts(0, 0, 0)
             has_ended = True
         finally:
-            # A rank that leaves early, because its batch or its step failed, reports it in the others' next exchange.
+            # A rank that stops early, because its batch or its step failed, reports it in the others' next exchange.
             if not has_ended:
                 self._sum_counts(0, 0, 1)

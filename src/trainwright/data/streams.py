@@ -36,7 +36,7 @@ def copy_stream(stream: Any) -> Any:
 
 
 class DerivedStream:
-    """A stream whose rows are computed from those of other streams: a mixture, packed or processed rows.
+    """A stream whose rows are computed from those of other streams, such as a mixture, or packed or processed rows.
 
     A subclass defines `_read(start)`, which returns an iterator with a method `state()`, and `_shard`. `num_shards`,
     `shard`, `state_dict` and `load_state_dict` exist only if all sources have them.
@@ -61,7 +61,7 @@ class DerivedStream:
         self.epoch = epoch
 
     def seed_rows(self, seed: int) -> None:
-        """Sets the seed of the rows: each row is seeded separately, so that one can be read again."""
+        """Sets the seed of the rows; each row is seeded separately, so that it can be read again."""
         self.seed = seed
 
     def __iter__(self) -> Iterator[Any]:
@@ -85,8 +85,8 @@ class DerivedStream:
 class SourcePass:
     """Reads the samples of one pass from a source, which is opened when its first sample is needed.
 
-    `state` is what `state` of an earlier pass returned, None for the start; `epoch` may be None. With `seed` each row
-    is read with generators seeded for it.
+    `state` is the result of `state` of an earlier pass, or None for the start; `epoch` may be None. With `seed` each
+    row is read with generators seeded for it.
     """
 
     def __init__(self, source: Any, *, state: Any = None, epoch: int | None = None, seed: int | None = None) -> None:
@@ -115,7 +115,7 @@ class SourcePass:
         except Exception as error:
             self._has_begun = True
             self._row += 1
-            if isgenerator(self._iterator):  # it is finished: the next call would look like the end of the data
+            if isgenerator(self._iterator):  # it is finished, and the next call would look like the end of the data
                 self.has_ended = True
                 raise StreamBrokenError(
                     f"{type(self.source).__name__} raised {type(error).__name__}: {error}. Its `__iter__` is a "
@@ -128,7 +128,7 @@ class SourcePass:
         return sample
 
     def describe(self) -> str:
-        """Names the last sample for errors: its file and line if the source knows them, else its number."""
+        """Names the last sample for errors: its file and line if the source provides them, otherwise its number."""
         describe = getattr(self._iterator, "describe", None)
         return f"row {self._row - 1} of {type(self.source).__name__}" if describe is None else str(describe())
 
@@ -162,7 +162,7 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamReading:
-    """How every lane of a stream is read."""
+    """The settings for reading every lane of a stream."""
 
     seed: int
     epoch: int
@@ -200,7 +200,7 @@ class Lane:
     def __init__(self, stream: Any, *, number: int, cursor: Cursor, reading: StreamReading) -> None:
         entered = cursor if cursor.state is not None else Cursor()
         self.cursors: list[tuple[int, Cursor]] = [(number, entered)]
-        """The block starts that were passed since this list was last emptied, with the lane's number."""
+        """The block starts that were passed since this list was last cleared, with the lane's number."""
         self._number = number
         self._reading = reading
         self._source = type(stream).__name__
@@ -247,7 +247,7 @@ class Lane:
         return True
 
     def _read_block(self) -> None:
-        """Reads the next block at once, so that its draws do not depend on other draws in between."""
+        """Reads the whole next block, so that its random draws do not depend on other draws in between."""
         reading = self._reading
         self._block += 1
         if self._row:
@@ -277,7 +277,8 @@ class Lane:
         self._rows, self._sources = rows, sources
 
     def _failure(self, error: Exception, row: int) -> RowFailure | Exception:
-        """Returns what replaces a row: a RowFailure if errors are skipped, else the error, which is raised in turn."""
+        """Returns the replacement of a row: a RowFailure if errors are skipped, otherwise the error, which is raised in
+        turn."""
         lane = self._number if self._reading.num_lanes > 1 else None
         failure = RowFailure.from_error(error, source=self._source, row=row, lane=lane)
         if self._reading.skips_errors and not isinstance(error, StreamBrokenError):
@@ -314,7 +315,7 @@ class LaneRequest(NamedTuple):
 
 
 def choose_layout(stream: Any, num_ranks: int, num_workers: int) -> LaneLayout:
-    """Returns one lane per reader if the stream's shards can be distributed about evenly, else fewer lanes."""
+    """Returns one lane per reader if the stream's shards can be distributed about evenly, otherwise fewer lanes."""
     shards = int(getattr(stream, "num_shards", 1)) if hasattr(stream, "shard") else 1
     fair = [num for num in range(1, num_ranks * max(num_workers, 1) + 1) if shards % num == 0 or shards >= 8 * num]
     columns = max(each for each in fair if num_ranks % each == 0)
@@ -388,8 +389,8 @@ class LaneFetcher(Dataset[Any]):
                 if not any(sample is None for sample in samples):
                     raise
                 raise DataError(
-                    f"{type(self._stream).__name__} returned None for a row of {self.describe(request)}. Leave such "
-                    "rows out of the stream, or use a collator that accepts None."
+                    f"{type(self._stream).__name__} returned None for a row of {self.describe(request)}. Omit such "
+                    "rows from the stream, or use a collator that accepts None."
                 ) from error
         cursors = tuple(cursor for lane in self._lanes.values() for cursor in lane.cursors)
         for lane in self._lanes.values():
@@ -412,7 +413,7 @@ class LaneFetcher(Dataset[Any]):
         return self._stream.shard(num_shards=self._layout.num_lanes, index=number)
 
     def _find_stand_in(self) -> Any:
-        """Returns a sample for a rank without one: its last one, or the first one of any lane."""
+        """Returns a sample for a rank that has none: its last one, or the first one of any lane."""
         for number in range(self._layout.num_lanes):
             if self._stand_in is not None:
                 break

@@ -1,4 +1,4 @@
-"""One interface to every tokenizer: a tokenizer.json, a folder in Hugging Face's layout, or plain bytes.
+"""One interface for all tokenizers: a tokenizer.json, a folder in Hugging Face's format, or plain bytes.
 
     load_tokenizer(name_or_path) → TextTokenizer → encode, decode, the ids of special tokens
 
@@ -63,7 +63,7 @@ def auto_tokenizer(path: str, *, project_dir: str | os.PathLike[str] | None = No
     """Returns the tokenizer of transformers for a folder or a name, for collators of transformers.
 
     A relative folder starts at the folder of the run file. `options` are arguments of AutoTokenizer.from_pretrained.
-    Code in the folder is never run: name a tokenizer class of your own instead.
+    Code in the folder is never executed; name your own tokenizer class instead.
     """
     if options.get("trust_remote_code"):
         raise ConfigError(
@@ -82,7 +82,7 @@ def auto_tokenizer(path: str, *, project_dir: str | os.PathLike[str] | None = No
 
 
 def tokenizer_of(owner: Any) -> Any:
-    """Returns the tokenizer of a dataset or collator, or of the first of its sources that has one; else None."""
+    """Returns the tokenizer of a dataset or collator, or of the first of its sources that has one; None otherwise."""
     if owner is None or isinstance(owner, str | Path):
         return None
     found = getattr(owner, "tokenizer", None)
@@ -98,7 +98,7 @@ class TextTokenizer:
     """A tokenizer that is read at first use, and again by each worker that it is pickled to.
 
     `add_special_tokens` keeps the tokens that the tokenizer adds to a text, such as [CLS] and [SEP]; `bytes` adds
-    none. Truncation and padding settings of a tokenizer.json are ignored: the collator does both.
+    none. Truncation and padding settings of a tokenizer.json are ignored, because the collator does both.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids, special ones included: one more than the largest."""
+        """The number of ids, including special ones: one more than the largest."""
         return self._engine.vocab_size
 
     @property
@@ -184,7 +184,7 @@ class TextTokenizer:
         return [cut_text(ids, closing, max_length) for ids in encoded]
 
     def encode_with_spans(self, text: str, *, add_special_tokens: bool = False) -> tuple[list[int], list[Span]]:
-        """Returns the tokens of a text, and the first character of each and the one after its last.
+        """Returns the tokens of a text, and for each the index of its first character and the one after its last.
 
         Several tokens may represent one character; the span of a token that represents no text is empty.
         """
@@ -194,7 +194,7 @@ class TextTokenizer:
             raise _unfit_text([text], error) from error
 
     def find_chat_template(self, *, has_tools: bool = False) -> tuple[str | None, dict[str, str]]:
-        """Returns the template of conversations, None if there is none, and the special tokens that it may name.
+        """Returns the template of conversations, or None, and the special tokens that it may use.
 
         A tokenizer may have another template for conversations with tools.
         """
@@ -223,7 +223,7 @@ class TextTokenizer:
 
 
 def cut_text(ids: list[int], closing: list[int], max_length: int) -> list[int]:
-    """Returns at most `max_length` tokens; the end of the text is removed, not the closing special tokens."""
+    """Returns at most `max_length` tokens; truncates the end of the text, but not the closing special tokens."""
     if len(ids) <= max_length:
         return ids
     if max_length <= len(closing):
@@ -268,7 +268,7 @@ class _LibraryEngine:
         self._file = file
         with _library_errors(file):
             self._tokenizer = Tokenizer.from_file(str(file))
-            # Some files pad every text to 128 tokens; the collator decides the width.
+            # Some files pad every text to 128 tokens, but the collator defines the width.
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
             vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -323,7 +323,7 @@ class _TransformersEngine:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # whatever the many tokenizer classes raise
+        except Exception as error:  # tokenizer classes raise various types
             found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
             raise DataError(
                 f"This folder has no tokenizer.json, and transformers cannot read a tokenizer from it: "
@@ -384,7 +384,7 @@ def _read_chat_templates(name: str, path: Path) -> tuple[dict[str, str], dict[st
         ) from error
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the many tokenizer classes raise
+    except Exception as error:  # tokenizer classes raise various types
         raise DataError(
             f"transformers cannot read the chat template of this folder: {type(error).__name__}: {error}", where=folder
         ) from error
@@ -394,7 +394,8 @@ def _read_chat_templates(name: str, path: Path) -> tuple[dict[str, str], dict[st
 
 
 def _has_chat_template(folder: Path) -> bool:
-    """Returns True if a file of the folder has a template; else transformers, slow to import, is not needed."""
+    """Returns True if a file of the folder has a template; otherwise transformers, which is slow to import, is not
+    needed."""
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and '"chat_template"' in settings.read_text("utf-8", errors="replace"):
         return True
@@ -417,7 +418,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _find_roles(folder: Path, vocabulary: Mapping[str, int], special: Mapping[str, int]) -> dict[str, int]:
-    """Returns each role's token: from the files next to the tokenizer, else by its usual name."""
+    """Returns each role's token, from the files next to the tokenizer or otherwise by its usual name."""
     settings: dict[str, Any] = {}
     for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
         if file.is_file():

@@ -1,6 +1,6 @@
 """Transforms for image datasets such as torchvision's: `transform: {type: timm, model_name: resnet10t}`.
 
-Any other transform is named by its import path, `torchvision.transforms:ToTensor`; `Compose` gets a list of them.
+Any other transform is named by its import path, `torchvision.transforms:ToTensor`; `Compose` receives a list of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trainwright.errors import ConfigError
 
 
 def timm_transform(model_name: str, *, is_training: bool = False, **options: Any) -> Callable[[Any], Any]:
-    """Returns the transform that a timm model was trained with, as timm's own scripts derive it from the model's name.
+    """Returns the transform that a timm model was trained with, which timm derives from the model's name.
 
     Size, interpolation, crop, mean and std come from the model's data config. `is_training` adds timm's augmentation;
     without it the transform is that of an evaluation. `options` are arguments of timm.data.create_transform, such as

@@ -31,7 +31,7 @@ _WORKER_GRACE_SECONDS = 30
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches are fetched; their content does not depend on it."""
+    """Settings for fetching batches, which do not affect their content."""
 
     num_workers: int = 0
     arguments: Mapping[str, Any] | None = None
@@ -53,11 +53,11 @@ class WorkerFetcher(Protocol):
 def prepare_worker(_: int) -> None:
     """Lets workers survive a signal to the process group until the step is finished and saved."""
     forget_storages()
-    gc.enable()  # the run collects between its steps, which a worker does not have
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else each worker uses every core
+    gc.enable()  # the run collects garbage between its steps, which a worker does not have
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise, each worker would use every core
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Delayed, not ignored: a worker that hangs in user code must still end.
+    # Delayed and not ignored, because a worker that hangs in user code must still end.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_WORKER_GRACE_SECONDS))
 
 
@@ -85,7 +85,7 @@ def serve_in_workers(
     loader: DataLoader[Any] = DataLoader(
         _NumberedRequests(fetcher, current),
         batch_sampler=enumerate(recorded()),  # type: ignore[arg-type]  # any iterable of requests
-        collate_fn=_identity,  # the fetcher has collated already
+        collate_fn=_identity,  # the fetcher has already collated
         num_workers=options.num_workers,
         worker_init_fn=prepare,
         # The loader draws a seed when it starts; a separate generator keeps the run's unchanged.
@@ -106,7 +106,7 @@ def serve_in_workers(
         if explained is None:
             raise
         worker, cause = explained
-        # Requests with a result are no longer waiting; the worker's current one is.
+        # Removes the requests with a result; the worker's current request remains.
         number = -1 if worker is None else current[worker] - num_results
         reading = f", while reading {fetcher.describe(waiting[number])}" if 0 <= number < len(waiting) else ""
         raise WorkerLostError(f"{label}: {cause}{reading}. {advice}") from error
@@ -138,7 +138,7 @@ class _NumberedRequests(Dataset[Any]):
 
 @contextmanager
 def without_worker_info() -> Iterator[None]:
-    """Makes torch's `get_worker_info` return None, as outside of a worker.
+    """Makes torch's `get_worker_info` return None, as outside a worker.
 
     A stream that distributes its samples over torch's workers itself would omit those of other workers. torch keeps
     the value in a private variable and has no function to set it.
@@ -157,7 +157,7 @@ def _identity(fetched: Any) -> Any:
 def _prepare_error(error: Exception, worker: int) -> Exception:
     """Returns an error that is raised again in the run's process; raises one that cannot be pickled, for torch.
 
-    torch turns the traceback of an error into a long text; one line of it is enough for a user.
+    torch converts the traceback of an error to a long text, of which one line is sufficient for a user.
     """
     # An error of this package is caused by an error in user code, and the cause is not pickled.
     cause = error.__cause__
@@ -175,7 +175,7 @@ def _prepare_error(error: Exception, worker: int) -> Exception:
 
 @contextmanager
 def _without_child_signals() -> Iterator[None]:
-    """Keeps torch from raising in a signal handler, in the middle of a step, when a worker dies.
+    """Prevents torch from raising in a signal handler, in the middle of a step, when a worker dies.
 
     torch also checks its workers whenever it waits for them; there the error can name what they were reading.
     """

@@ -1,4 +1,4 @@
-"""The values of a run: a step puts them, writers receive them once per log period. See storage.py."""
+"""The logged values of a run: a step puts them, and writers receive them once per log period. See storage.py."""
 
 from trainwright.events.mean import Mean
 from trainwright.events.storage import EventStorage, get_event_storage

@@ -37,7 +37,7 @@ class Mean:
     def value(self) -> torch.Tensor | float:
         """The mean itself. An empty one is 0, not NaN, so that a rank without samples adds nothing."""
         if isinstance(self.count, torch.Tensor):
-            # Not clamped to a tiny number: in 16 bits that is 0 again.
+            # Not clamped to a tiny number, which would be 0 in 16 bits.
             return self.total / torch.where(self.count == 0, 1, self.count)
         return self.total / self.count if self.count else self.total * 0.0
 
@@ -51,12 +51,12 @@ class Mean:
 
 def is_dtensor(value: Any) -> bool:
     """Returns True for a DTensor."""
-    # By attribute and not by class: its module takes as long to import as half of torch.
+    # By attribute and not by class, because importing its module takes half as long as importing torch.
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh")
 
 
 def is_sharded(value: Any) -> bool:
-    """Returns True for a DTensor of which this rank has a part: a shard, or a term of a sum."""
+    """Returns True for a DTensor if this rank has only a part of it: a shard, or a term of a sum."""
     return is_dtensor(value) and not all(each.is_replicate() for each in value.placements)
 
 
@@ -66,7 +66,7 @@ def detached_copy(value: Any) -> Any:
         return value
     if not is_sharded(value):
         return value.detach().clone()
-    # Not `clone()`: torch completes the terms of a norm first, which waits for the other ranks.
+    # Not `clone()`, because torch would first reduce the terms of a norm, which waits for the other ranks.
     sharded: Any = value
     local = sharded.to_local().detach().clone()
     layout = {"shape": value.shape, "stride": value.stride(), "run_check": False}
@@ -74,7 +74,7 @@ def detached_copy(value: Any) -> Any:
 
 
 Kind = Literal["mean", "total", "put", "last", "imbalance"]
-"""How values of a name combine.
+"""How values of a name are combined.
 
 mean: weighted means; total: sums over their counts; put: averaged per step, then over steps; last: the newest value;
 imbalance: seconds of each rank, logged as the share of the slowest rank's time that the average rank waits.
@@ -95,7 +95,7 @@ class Series:
 
     def summary(self) -> Any:
         """Returns the value of the whole window: see `Kind`."""
-        # In the order of steps: rounding then does not depend on where a checkpoint divided the window.
+        # In the order of steps, so that rounding does not depend on a checkpoint within the window.
         totals, counts = zip(*(self.steps[step] for step in sorted(self.steps)), strict=True)
         if self.kind == "last":
             return totals[-1]

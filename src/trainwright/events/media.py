@@ -1,7 +1,7 @@
-"""Images, histograms and text that a step puts besides numbers.
+"""Images, histograms and text that a step puts in addition to numbers.
 
-Putting validates and copies on the device, without waiting for it. `to_host` copies to the host, once per log line.
-storage.py keeps the last value of each name; the writers receive `Media`.
+Putting a value validates and copies it on the device, without synchronizing. `to_host` copies to the host, once per log
+line. storage.py keeps the last value of each name; the writers receive `Media`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CHANNELS = (1, 3, 4)
 
 _SIDE = 2.0 ** (np.arange(_NUM_SIDE + 1) / _BINS_PER_OCTAVE - _OCTAVES)
 _EDGES = np.concatenate([-_SIDE[::-1], _SIDE])
-"""Bin `i` reaches from edge `i` to edge `i + 1`; the one in the middle has 0."""
+"""Bin `i` is from edge `i` to edge `i + 1`; the bin in the middle contains 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +73,7 @@ class Histogram:
     def linear(self, num_bins: int = 64) -> tuple[np.ndarray, np.ndarray]:
         """Returns (counts, edges) of equally wide bins from the minimum to the maximum, as `numpy.histogram` does.
 
-        Values are taken as evenly distributed within each of the original bins.
+        Values are assumed to be uniformly distributed within each of the original bins.
         """
         if not len(self.bins):
             return np.zeros(1, np.int64), np.array([0.0, 1.0])
@@ -107,7 +107,8 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """What a log line has besides numbers, by name. Images are uint8 arrays of shape [height, width, channels]."""
+    """The values of a log line that are not numbers, by name. Images are uint8 arrays of shape [height, width,
+    channels]."""
 
     images: dict[str, np.ndarray] = field(default_factory=dict)
     histograms: dict[str, Histogram] = field(default_factory=dict)
@@ -159,7 +160,7 @@ def validate_image(name: str, image: Any, *, normalize: bool) -> Put:
 
 
 def validate_histogram(name: str, values: Any) -> Put | None:
-    """Counts the values of a tensor on its device. None on a rank whose shard is the copy of another rank's."""
+    """Counts the values of a tensor on its device. None on a rank whose shard is a replica of another rank's."""
     if not isinstance(values, torch.Tensor):
         values = torch.as_tensor(np.asarray(values))
     if values.is_complex():
@@ -240,7 +241,8 @@ def to_host(puts: Mapping[tuple[MediaKind, str], Put], *, warn: Callable[[str, s
 
 
 def merge_media(media: Iterable[Media]) -> Media:
-    """Merges what the ranks have: the histograms of shards are added; of anything else the lowest rank's is used."""
+    """Merges the values of all ranks: the histograms of shards are added; for anything else, the lowest rank's value is
+    used."""
     merged = Media()
     for each in media:
         for name, image in each.images.items():

@@ -1,8 +1,8 @@
 """Stores values from the step that puts them until a writer receives them.
 
-Putting never waits for the device: tensors stay on it until the loop drains them, in one copy per log period. Nor does
-it communicate: a sharded value (a DTensor) stays as it is until the loop calls `gather_shards` on all ranks, which then
-gathers the result of `take_window`; mean.py merges it.
+Putting never waits for the device: tensors stay on it until the loop drains them, in one copy per log period. It does
+not communicate either: a sharded value (a DTensor) is kept until the loop calls `gather_shards` on all ranks, and then
+gathers the result of `take_window`, which mean.py merges.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RESERVED = frozenset({"step", "loss", "grad_norm", "lr"})
 """The loop's own names in a log line."""
 HISTORY_LENGTH = 500  # values kept per name, also in a checkpoint
 
-# A plain list, not a ContextVar: torch.compile traces through it.
+# A plain list instead of a ContextVar, because torch.compile can trace it.
 _stack: list[EventStorage] = []
 
 
@@ -64,7 +64,7 @@ def get_event_storage() -> EventStorage:
 
 
 def forget_storages() -> None:
-    """Makes `get_event_storage` raise in a process whose values nothing drains, such as a forked data worker."""
+    """Makes `get_event_storage` raise in a process whose values are not read, such as a forked data worker."""
     _stack.clear()
 
 
@@ -89,11 +89,11 @@ class EventStorage:
         self.evaluated: dict[str, Any] = {}
         """The values of that line that come from an evaluation, such as `valid/loss`."""
         self.images: dict[str, np.ndarray] = {}
-        """The images that were put since the line before, as uint8 arrays of shape [height, width, channels]."""
+        """The images that were put since the previous line, as uint8 arrays of shape [height, width, channels]."""
         self.histograms: dict[str, Histogram] = {}
-        """The histograms that were put since the line before."""
+        """The histograms that were put since the previous line."""
         self.texts: dict[str, str] = {}
-        """The texts that were put since the line before."""
+        """The texts that were put since the previous line."""
         self._keeps_media = keeps_media
         self._media: dict[tuple[MediaKind, str], tuple[int, Put]] = {}
         """The last image, histogram and text of each name, with its step."""
@@ -105,7 +105,7 @@ class EventStorage:
         self._sharded: list[tuple[str, int, Any, Any, Kind]] = []
         """Records whose value or weight is a DTensor."""
         self._traced: dict[str, tuple[torch.Tensor, torch.Tensor, Kind]] = {}
-        # Only the last text, list or large tensor of a name is ever shown, so only that one is stored.
+        # Only the last text, list or large tensor of a name is stored, because only that one is shown.
         self._objects: dict[str, tuple[int, Any]] = {}
         self._window: Window = {}
         self._histories: dict[str, deque[tuple[int, Any]]] = {}
@@ -121,7 +121,7 @@ class EventStorage:
 
     @property
     def step(self) -> int:
-        """The number of the current update (the first is 1); between updates that of the last one."""
+        """The number of the current update (the first is 1); between updates, the number of the last one."""
         if self._num_before_recording is not None:
             raise HostReadError("The storage's step is read, but a replay would not change it.")
         return self._step
@@ -132,13 +132,13 @@ class EventStorage:
             self.file_traced()
         self._step = step
 
-    # Putting. Called in every step: nothing here waits, copies to the host or communicates.
+    # Putting. Called in every step, so nothing here synchronizes, copies to the host or communicates.
 
     def put_scalar(self, name: str, value: torch.Tensor | float, smoothing_hint: bool = True) -> None:
         """Stores a one-element tensor or number for this step.
 
         With `smoothing_hint` the log line has the mean over its window, otherwise the last value. Ignored while a
-        checkpointed block is recomputed: its first forward has put the value already.
+        checkpointed block is recomputed, because its first forward has already put the value.
         """
         if not _is_scalar(value):
             what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
@@ -149,7 +149,7 @@ class EventStorage:
         if torch.compiler.is_compiling():
             self._put_traced(name, value, kind)
         elif not _is_recomputing():
-            # Cloned: the caller may change the tensor in place before it is drained.
+            # Cloned, because the caller may change the tensor in place before it is read.
             self._pending.append((name, self._step, detached_copy(value), 1.0, kind))
 
     def put_scalars(
@@ -173,7 +173,7 @@ class EventStorage:
         """Stores the distribution of the values of a tensor, an array or a sequence of numbers.
 
         The values are counted on their device. Several puts of a name in one step add up; the next log line has the
-        last step's. A sharded tensor is counted on all of its ranks, others on the first data rank.
+        values of the last step. A sharded tensor is counted on all of its ranks, others on the first data rank.
         """
         self._put_media("histogram", name, values, None)
 
@@ -233,7 +233,8 @@ class EventStorage:
             logger.warning("%s", problem)
 
     def put_metric(self, name: str, value: Any, weight: Any) -> None:
-        """Stores a metric of this step: a Mean, a scalar with a weight, or any object, of which the last is kept.
+        """Stores a metric of this step: a Mean, a scalar with a weight, or any object; for objects, the last one is
+        kept.
 
         Tensors are detached but not cloned: the caller must not change them in place.
         """
@@ -284,7 +285,7 @@ class EventStorage:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Drops the values that are put inside the block, for a trial forward."""
+        """Discards the values that are put inside the block, for a trial forward."""
         kept = dict(vars(self))
         self._pending, self._sharded, self._traced, self._objects, self._window = [], [], {}, {}, {}
         self._media, self._traced_media = {}, {}
@@ -317,7 +318,7 @@ class EventStorage:
         return puts
 
     def put_again(self, puts: Sequence[Sequence[Any]]) -> None:
-        """Stores for this step what `end_recording` returned, with the values of a replay."""
+        """Stores the result of `end_recording` for this step, with the values of a replay."""
         for name, value, weight, kind in puts:
             if kind in ("image", "histogram", "text"):
                 self._file_media(kind, name, Put(value, weight))
@@ -343,7 +344,7 @@ class EventStorage:
     def gather_shards(self, gather: Callable[[Any], list[Any]]) -> None:
         """Replaces pending DTensors by their full values; collective.
 
-        `gather` returns an object of every rank, in rank order. Until then a drain leaves DTensors out.
+        `gather` returns an object of every rank, in rank order. Before that, a drain omits DTensors.
         """
         self._set_shards_aside()
         sharded, self._sharded = self._sharded, []
@@ -415,7 +416,7 @@ class EventStorage:
         return to_host(puts, warn=self._warn_once) if puts else Media()
 
     def adopt_media(self, other: EventStorage, *, prefix: str) -> None:
-        """Takes over the images, histograms and texts of another storage, such as that of an evaluation set."""
+        """Moves the images, histograms and texts of another storage, such as that of an evaluation set, to this one."""
         other.file_traced()
         for (kind, name), (_, put) in other._media.items():
             self._file_media(kind, prefix + name, put)
@@ -465,8 +466,8 @@ class EventStorage:
     def _put_traced(self, name: str, value: torch.Tensor | float, kind: Kind) -> None:
         """Puts from compiled code: adds up on the device by name, without reading the step or any number.
 
-        Compiled code has a guard on all that it reads. A growing list or a counted step would recompile it at every
-        call, up to torch's limit; the set of names does not change after the first step.
+        Compiled code has a guard on every value that it reads. A growing list or a counted step would recompile it at
+        every call, up to torch's limit; the set of names does not change after the first step.
         """
         total = torch.as_tensor(value).detach()
         total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
@@ -477,7 +478,8 @@ class EventStorage:
         self._traced[name] = (total, count, kind)
 
     def file_traced(self) -> None:
-        """Makes the values put by compiled code pending, so that the next call finds no names and no new guard."""
+        """Moves the values put by compiled code to the pending ones, so that the next call finds no names and no new
+        guard."""
         for name, (total, count, kind) in self._traced.items():
             self._pending.append((name, self._step, total, count, kind))
         self._traced = {}
@@ -513,8 +515,8 @@ def _local_if_replicated(value: Any) -> Any:
 def full_values(labeled: Sequence[tuple[Any, Sequence[Any]]], gather: Callable[[Any], list[Any]]) -> list[list[Any]]:
     """Returns the values of each label, with full tensors instead of DTensors; collective.
 
-    The ranks of a DTensor's mesh must have it under the same label, in the same order. Otherwise all ranks raise,
-    instead of waiting for a rank that does not take part.
+    The ranks of a DTensor's mesh must have it under the same label, in the same order. Otherwise all ranks raise
+    instead of waiting for a rank that does not participate.
     """
     full = [list(map(_local_if_replicated, values)) for _, values in labeled]
     sharded = [
@@ -527,7 +529,7 @@ def full_values(labeled: Sequence[tuple[Any, Sequence[Any]]], gather: Callable[[
     for members, label, _, _ in sharded:
         by_mesh.setdefault(members, []).append(label)
     _reject_absent(gather(by_mesh))
-    # Sorted by mesh: ranks of several meshes take part in their collectives in the same order.
+    # Sorted by mesh, so that ranks of several meshes run their collectives in the same order.
     for _, _, entry, place in sorted(sharded, key=lambda each: each[0]):
         full[entry][place] = full[entry][place].full_tensor()
     return full
@@ -545,7 +547,7 @@ def _reject_absent(by_rank: Sequence[Mapping[tuple[int, ...], Sequence[Any]]]) -
         labels = {rank: list(by_rank[rank].get(members, ())) for rank in members}
         if all(each == labels[members[0]] for each in labels.values()):
             continue
-        # The labels at the first place where the ranks differ.
+        # The labels at the first position where the ranks differ.
         here = next(each for each in zip_longest(*labels.values()) if any(label != each[0] for label in each))
         label = next(label for label in here if label is not None)
         having = [rank for rank, other in zip(members, here, strict=True) if other == label]
@@ -563,7 +565,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _storable(value: Any) -> Any:
-    """Replaces objects that a checkpoint cannot store (a user's metric) by their text, as in metrics.json."""
+    """Replaces objects that a checkpoint cannot store (a user's metric) with their text, as in metrics.json."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -575,13 +577,13 @@ def _storable(value: Any) -> Any:
 
 def _is_recomputing() -> bool:
     """Returns True in a forward that backward recomputes. Gradient hooks run inside backward too, without grad mode."""
-    # No public function says whether backward is running: public hooks see tensors and nodes only.
+    # No public function tells whether backward is running, and public hooks receive only tensors and nodes.
     inside_backward: bool = torch._C._current_graph_task_id() != -1
     return inside_backward and torch.is_grad_enabled()
 
 
 def _to_host(values: list[Any]) -> list[Any]:
-    """Replaces one-element tensors and numpy's numbers by Python's, with one copy per device and dtype."""
+    """Replaces one-element tensors and numpy's numbers with Python's, with one copy per device and dtype."""
     hosted = list(values)
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):

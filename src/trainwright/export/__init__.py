@@ -1,1 +1,1 @@
-"""Weights that leave a run: load.py brings a checkpoint's model back, on any device."""
+"""Exports the weights of a run: load.py loads a checkpoint's model on any device."""

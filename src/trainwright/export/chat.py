@@ -1,4 +1,5 @@
-"""Answers in a chat: the prompt of a conversation, and what ends the assistant's turn. text.py generates the answer."""
+"""Answers in a chat: the prompt of a conversation, and the end of the assistant's turn. text.py generates the
+answer."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class ChatFormat:
 
     tokenizer: Any
     renderer: Any
-    """The tokenizer, or a copy of it as one of transformers, which applies templates."""
+    """The tokenizer, or a copy of it as a transformers tokenizer, which applies templates."""
     template: str | None
     """Replaces the tokenizer's template; None keeps it, or ChatML if there is none."""
     stop_ids: frozenset[int]
@@ -32,7 +33,7 @@ class ChatFormat:
     """For templates whose end of a turn is not a token of the tokenizer."""
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the tokens of a conversation and of the beginning of the assistant's next turn."""
+        """Returns the tokens of a conversation with the beginning of the assistant's next turn."""
         return _prompt(self.renderer, messages, self.template)
 
     def answer(self, model: nn.Module, messages: Sequence[Message], **options: Any) -> Continuation:
@@ -51,15 +52,15 @@ class ChatFormat:
 def chat_format(tokenizer: Any, template: str | None = None) -> ChatFormat:
     """Returns the format of a tokenizer's chats; `template` is a Jinja template that replaces the tokenizer's.
 
-    The end of a turn is what the template writes after the assistant's text: its first special token or, without one,
-    the text.
+    The end of a turn is the template's output after the assistant's text: its first special token or, without one, the
+    text.
     """
     renderer = _renderer(tokenizer)
     question = {"role": "user", "content": PROBE}
     asked = _prompt(renderer, [question], template)
     try:
         whole = _conversation(renderer, [question, {"role": "assistant", "content": PROBE}], template)
-    except DataError:  # such as a template that only renders prompts: the tokenizer's end token is left
+    except DataError:  # such as a template that only renders prompts; the tokenizer's EOS token remains
         return ChatFormat(tokenizer, renderer, template, frozenset(), ())
     stop_ids, stop_texts = find_turn_end(asked, whole, special_ids=_special_ids(renderer), decode=tokenizer.decode)
     return ChatFormat(tokenizer, renderer, template, stop_ids, stop_texts)
@@ -74,7 +75,8 @@ def find_chat_template(run_or_folder: Path, *, trust: bool = False) -> str | Non
 
 
 def _renderer(tokenizer: Any) -> Any:
-    """Returns what applies chat templates for a tokenizer; one of the tokenizers library has none."""
+    """Returns an object that applies chat templates for a tokenizer, because the tokenizers library has no
+    templates."""
     if isinstance(tokenizer, TextTokenizer) or hasattr(tokenizer, "apply_chat_template"):
         return tokenizer
     if not hasattr(tokenizer, "token_to_id"):

@@ -1,4 +1,4 @@
-"""Exports the model of a run to a folder, in Hugging Face's layout or as plain safetensors, and uploads it."""
+"""Exports the model of a run to a folder, in Hugging Face's format or as plain safetensors, and uploads it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ FURTHER_FILES = (
 
 
 def find_tokenizer(config: RunConfig) -> Any:
-    """Returns the tokenizer of a run's training data, its collator, `data.process` or `model.pretrained`; else None."""
+    """Returns the tokenizer of a run's training data, its collator, `data.process` or `model.pretrained`; None if there
+    is none."""
     reject_untrusted(config, sections=DATA_SECTIONS)
     project_dir = config.project_dir
     registry.import_modules(config.imports, project_dir=project_dir, where=config.origin("imports"))
@@ -90,7 +91,7 @@ def find_tokenizer(config: RunConfig) -> Any:
         found = tokenizer_of(collator)
         if found is not None:
             return found
-    except TrainwrightError as error:  # the data may be gone, but not the tokenizer that another section names
+    except TrainwrightError as error:  # the data may be missing, but not the tokenizer that another section names
         failure = error
     named = None if config.data.process is None else config.data.process.arguments.get("tokenizer")
     if isinstance(named, str):
@@ -157,8 +158,8 @@ def export_run(
 
     `weights` is "ema", "raw", or None for those that the run's evaluations use, as in `load_checkpoint`. transformers
     and AutoModel read "huggingface"; "safetensors" is any model's weights under their own names, with the
-    model's settings. Adapters of `model.lora` are merged into the weights; of `model.peft` the adapter alone is
-    written, in peft's layout. `dtype` (bf16, fp16, fp32) converts them.
+    model's settings. Adapters of `model.lora` are merged into the weights; for `model.peft`, only the adapter is
+    written, in peft's format. `dtype` (bf16, fp16, fp32) converts them.
 
     README.md is the model card (model_card.py), unless the folder has another README.md. An earlier export is replaced;
     other files are kept. Any other folder that is not empty raises unless `overwrite` is set, which replaces files of
@@ -232,7 +233,7 @@ def write_hugging_face(model: nn.Module, folder: Path, *, max_shard_bytes: int) 
 
 @contextlib.contextmanager
 def _without_generation_config(model: nn.Module, folder: Path) -> Iterator[None]:
-    """Writes generation_config.json as it was read.
+    """Writes generation_config.json unchanged.
 
     transformers reads settings that it refuses to write (sampling settings without sampling, in many published
     folders), and then does not write the model either.
@@ -288,9 +289,9 @@ def _add_tokenizer(config: RunConfig, folder: Path) -> None:
 
 
 def _add_chat_template(config: RunConfig, tokenizer: Any, folder: Path) -> None:
-    """Writes the template that the run rendered chats with, unless it is the tokenizer's own, and what ends a turn.
+    """Writes the chat template of the run, unless it is the tokenizer's own, and the end token of a turn.
 
-    Without both, other programs would render other prompts, or none, and would not stop at the end of an answer.
+    Without both, other programs would render different prompts, or none, and would not stop at the end of an answer.
     """
     template = chat_template_of(config)
     if template is None:
@@ -307,7 +308,7 @@ def _add_chat_template(config: RunConfig, tokenizer: Any, folder: Path) -> None:
     known = generation.get("eos_token_id", tokenizer.eos_id)
     ids = {*stop_ids, *(known if isinstance(known, list) else [] if known is None else [known])}
     if ids:
-        # Set by transformers where no run has changed the settings: it would replace them by those of config.json.
+        # Set by transformers if the settings are unchanged; it would replace them with those of config.json.
         generation.pop("_from_model_config", None)
         write_json(file, {**generation, "eos_token_id": sorted(ids)})
 
@@ -390,10 +391,10 @@ def check_hub(repository: str) -> None:
 
 
 def push_export(folder: Path, repository: str, *, is_public: bool = False) -> str:
-    """Uploads the files of an export to a repository of models, and returns its address.
+    """Uploads the files of an export to a model repository, and returns its URL.
 
     A missing repository is created, private unless `is_public`; an existing one keeps its visibility. Files of the
-    folder that are not part of the export stay here.
+    folder that are not part of the export are not uploaded.
     """
     check_hub(repository)
     from huggingface_hub import HfApi

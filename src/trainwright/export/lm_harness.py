@@ -1,7 +1,7 @@
-"""Runs tasks of EleutherAI's lm-eval on a checkpoint: its requests, answered by our models and tokenizers.
+"""Runs tasks of EleutherAI's lm-eval on a checkpoint: answers its requests with this package's models and tokenizers.
 
 The results are those of lm-eval's own adapter for transformers on the exported model. Tasks, prompts and metrics are
-lm-eval's; benchmarks/ has ours.
+those of lm-eval; benchmarks/ has this package's own.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _values(values: Mapping[str, Any]) -> Iterator[tuple[str, MetricValue]]:
 
 
 def _as_text_tokenizer(tokenizer: Any) -> TextTokenizer:
-    """Returns a tokenizer of any library as ours, from its files."""
+    """Returns this package's tokenizer for a tokenizer of any library, from its files."""
     if isinstance(tokenizer, TextTokenizer):
         return tokenizer
     with tempfile.TemporaryDirectory() as folder:
@@ -253,7 +253,7 @@ def _adapter_class() -> Callable[..., Any]:
 
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""The names under which tasks limit a completion, the first that is set counts."""
+"""The names of the limit of a completion in tasks; the first one that is set applies."""
 
 
 def _generation_options(given: Mapping[str, Any]) -> dict[str, Any]:

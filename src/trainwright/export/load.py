@@ -116,7 +116,7 @@ def _reject_other_weights(folder: Path, ours: Collection[str], written: Collecti
 
 
 def earlier_files(folder: Path) -> list[str] | None:
-    """Returns the files of an earlier export, [] for an empty folder, None for a folder with other files."""
+    """Returns the files of an earlier export; [] for an empty folder, None for a folder with other files."""
     if not folder.is_dir() or not {*folder.iterdir()} - {*abandoned(folder)}:
         return []
     facts = _facts_of(folder)
@@ -183,8 +183,8 @@ def load_checkpoint(
         weights: "ema" (averaged), "raw" (trained), or None for those that the run's evaluations use.
         device: Default: the CPU, or the device of `model`.
         strict: False accepts missing and unexpected weights and logs them.
-        trust: True imports the code of a run folder that no run of this user wrote. Its built-in components always
-            load, and with `model` no code of the folder is imported.
+        trust: True imports the code of a foreign run folder. Its built-in components always load, and with `model` no
+        code of the folder is imported.
     """
     target = None if device is None and model is not None else checked_device("cpu" if device is None else device)
     folder, named_step = find_source(Path(run_or_folder))
@@ -218,7 +218,7 @@ def _build_for(store: AnyStore, step: int, config: RunConfig, folder: Path, *, s
     model = None if base_weights.PART in store.parts(step) else _build_empty(config, folder)
     if model is not None:
         saved = store.read_split(step, "model")
-        # Before memory is allocated: the config may be of another, or an impossibly large, model.
+        # Before memory is allocated, because the config may describe another or an impossibly large model.
         contents.reject_other_model(saved, model, source=str(store.path(step)), strict=strict)
         dtypes = {name: each.dtype for name, each in saved.items() if isinstance(each, torch.Tensor | SplitTensor)}
         if _has_all(model, dtypes):
@@ -247,7 +247,7 @@ def _build_empty(config: RunConfig, folder: Path) -> torch.nn.Module | None:
 
 
 def _has_all(model: torch.nn.Module, saved: Collection[str]) -> bool:
-    """Returns True if the checkpoint has every parameter, a tied one under any of its names."""
+    """Returns True if the checkpoint has every parameter, tied ones under any of their names."""
     every = model.named_parameters(remove_duplicate=False)
     present = {id(parameter) for name, parameter in every if name in saved}
     return all(id(parameter) in present for parameter in model.parameters())

@@ -34,7 +34,7 @@ _TASKS = {
     "ForTokenClassification": "token-classification",
     "ForImageClassification": "image-classification",
 }
-"""The hub's names of tasks, by the end of the class's name."""
+"""The hub's task names, by the suffix of the class name."""
 
 Library = Literal["transformers", "peft", "trainwright", "safetensors"]
 
@@ -54,7 +54,7 @@ def model_card(
 
     `library` is the one that loads the export, and `architecture` the class of transformers in its config.json.
     `base_model` is a name on the hub, and None for weights from scratch or from a local folder. Paths of this machine
-    and secrets are left out.
+    and secrets are omitted.
     """
     facts: dict[str, Any] = {"library_name": library, "tags": ["trainwright"]}
     if base_model is not None:
@@ -86,8 +86,8 @@ def model_card(
 def card_metrics(history: Mapping[str, list[tuple[int, float]]], step: int, *, has_best: bool) -> dict[str, float]:
     """Returns the last value of each metric of an evaluation up to a step, and of the training loss.
 
-    `history` is that of metrics.json. The test set is evaluated with the best checkpoint if the run keeps it, which
-    may be another than that of the step: it is left out then.
+    `history` is that of metrics.json. The test set is omitted if the run keeps the best checkpoint, because it is then
+    evaluated with that one, which may be of another step.
     """
     found = {}
     for name, values in history.items():

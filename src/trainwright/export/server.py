@@ -1,4 +1,4 @@
-"""Serves a model over HTTP with the requests and answers of OpenAI's API, one request at a time.
+"""Serves a model over HTTP with the requests and responses of OpenAI's API, one request at a time.
 
 For trying a checkpoint: one process, Python's own HTTP server, no batching. The requests are checked here, text.py and
 chat.py generate the text.
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
 READ_SECONDS = 30
-"""The time that a client has to send its request; others wait meanwhile."""
+"""The time that a client has to send its request, while others wait."""
 
 
 class RequestError(Exception):
@@ -191,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send_event(json.dumps(event))
             self._send_event("[DONE]")
         except OSError:
-            raise  # the client is gone
+            raise  # the client has disconnected
         except Exception as error:  # the status has been sent
             logger.exception("The request failed.")
             problem = RequestError(f"{type(error).__name__}: {error}", status=HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -225,7 +225,7 @@ class Request:
 
 # Fields without an effect here: the user, and storage by OpenAI's service.
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Fields of which only the neutral values are supported.
+# Fields for which only the neutral values are supported.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -374,7 +374,7 @@ def _check_room(served: ServedModel, request: Request, made: Continuation) -> No
 
 
 class Answer:
-    """The answer to a request: whole, or as the events of a stream."""
+    """The response to a request: complete, or as the events of a stream."""
 
     def __init__(self, made: Continuation, request: Request, *, model: str) -> None:
         self._made = made
@@ -391,9 +391,9 @@ class Answer:
         return {**self._shared, "object": kind, "choices": [choice], "usage": self._usage()}
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yields the events: chunks of text, then why it ended, then the number of tokens if it was asked for."""
+        """Yields the events: chunks of text, then the reason for the end, then the number of tokens if requested."""
         chunks = iter(self._made)
-        first = next(chunks, "")  # raises what is wrong with the request
+        first = next(chunks, "")  # raises for an invalid request
         if self._request.is_chat:
             yield self._event({"role": "assistant", "content": ""})
         for text in itertools.chain([first] if first else [], chunks):

@@ -209,7 +209,7 @@ def complete_texts(
 
 
 def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
-    """Returns a generator with a seed from 0 to 2⁶⁴ − 1; None for another one each time."""
+    """Returns a generator with a seed from 0 to 2⁶⁴ − 1; with None, a different one each time."""
     generator = torch.Generator(device)
     if seed is None:
         generator.seed()
@@ -221,7 +221,7 @@ def seeded_generator(device: torch.device, seed: int | None) -> torch.Generator:
 def _prepare(
     model: nn.Module, tokenizer: Any, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None
 ) -> tuple[list[list[int]], int]:
-    """Returns the tokens of each prompt, and how many follow at most."""
+    """Returns the tokens of each prompt, and the maximum number of new tokens."""
     reject_non_decoder(model)
     rows = []
     for number, prompt in enumerate(prompts):
@@ -243,7 +243,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 class TextStream:
-    """Decodes tokens one by one; text that does not end at a complete character is held back.
+    """Decodes tokens one by one; text that does not end at a complete character is buffered.
 
     A token may contain only some bytes of a character, and may decode differently after another token (with a leading
     space), so each chunk is the difference of two decodings. Both start at the previous chunk, so the cost per token
@@ -269,7 +269,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Returns the text that is held back."""
+        """Returns the buffered text."""
         text = self._pending()
         # Decode later tokens after this chunk, unless it ends inside a character.
         self._start = len(self._tokens) if text.endswith(INCOMPLETE) else self._shown

@@ -1,1 +1,1 @@
-"""Optional acts, one a file, named for the act. The contract is loop/hook.py."""
+"""Optional hooks, one per file. The contract is loop/hook.py."""

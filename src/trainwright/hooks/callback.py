@@ -34,7 +34,7 @@ class CallbackHook(Hook):
             setattr(self, event, self._with_trainer(function))
         if not given:
             raise ConfigError(
-                "CallbackHook has no function. Give one, such as after_step=log, with log(trainer).", where=caller()
+                "CallbackHook has no function. Pass one, such as after_step=log, with log(trainer).", where=caller()
             )
 
     def _with_trainer(self, function: Callable[..., None]) -> Callable[..., None]:
@@ -56,7 +56,7 @@ class Every:
 
     def __init__(self, steps: int | None = None, *, epochs: int | None = None) -> None:
         if (steps is None) == (epochs is None):
-            raise ConfigError("Every: give a number of steps, or epochs=n.")
+            raise ConfigError("Every: pass a number of steps, or epochs=n.")
         name, period = ("steps", steps) if epochs is None else ("epochs", epochs)
         if not isinstance(period, int) or period < 1:
             raise ConfigError(

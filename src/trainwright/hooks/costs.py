@@ -1,7 +1,7 @@
 """The costs of a profiled step, and the setting that addresses each.
 
 Kernels and operators are classified by their names in a torch trace; profiler.py reads the trace and assigns its time.
-Advice depends on what the run already uses, so it never names a setting that is in use.
+Advice depends on the settings of the run, so it never names one that is already in use.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def divide_by_operators(seconds: float, operators: Iterable[tuple[str, float]]) 
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class RunProperties:
     """The settings and properties of a run that advice depends on."""
 
     mode: str = "eager"
@@ -141,7 +141,7 @@ class RunFacts:
     casts_weights: bool = False
     """True if autocast casts fp32 weights that an optimizer with masters could keep in bf16."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """`trainer.optimizer` as it is set."""
+    """The setting `trainer.optimizer`."""
     fused_loss: bool | None = None
     kernels: str | None = None
     """`model.kernels` of a transformers model; None for others."""
@@ -157,7 +157,7 @@ class Cost(NamedTuple):
     setting: str | None
     """The setting that addresses it; None if there is none, or if the run already uses it."""
     remark: str
-    """What the setting does, or why there is none."""
+    """The effect of the setting, or the reason why there is none."""
 
     def text(self) -> str:
         """Returns the cost as one line."""
@@ -165,8 +165,8 @@ class Cost(NamedTuple):
         return f"{LABELS[self.name]} {self.percent:.1f} %: {advice}"
 
 
-def largest_costs(percentages: Mapping[str, float], facts: RunFacts) -> list[Cost]:
-    """Returns the three largest costs with the setting that addresses each, given what the run uses."""
+def largest_costs(percentages: Mapping[str, float], facts: RunProperties) -> list[Cost]:
+    """Returns the three largest costs with the setting that addresses each, depending on the run's settings."""
     largest = sorted((name for name in percentages if percentages[name] > 0), key=lambda name: -percentages[name])
     found = []
     for name in largest[:NUM_SHOWN]:
@@ -176,7 +176,7 @@ def largest_costs(percentages: Mapping[str, float], facts: RunFacts) -> list[Cos
     return found
 
 
-def _advice(cost: str, facts: RunFacts) -> tuple[str | None, str]:
+def _advice(cost: str, facts: RunProperties) -> tuple[str | None, str]:
     """Returns a setting and a remark; without a setting, the remark says why."""
     if cost in _ADVICE:
         return _ADVICE[cost](facts)
@@ -185,7 +185,7 @@ def _advice(cost: str, facts: RunFacts) -> tuple[str | None, str]:
     return None, "already compiled; no setting reduces it"
 
 
-def _advise_matrix(facts: RunFacts) -> tuple[str | None, str]:
+def _advise_matrix(facts: RunProperties) -> tuple[str | None, str]:
     if facts.is_on_gpu and facts.precision == "fp32" and facts.fastest_precision != "fp32":
         return f"runtime.precision: {facts.fastest_precision}", "now fp32"
     if facts.is_on_gpu and facts.precision == "fp32" and not facts.tf32:
@@ -197,7 +197,7 @@ def _advise_matrix(facts: RunFacts) -> tuple[str | None, str]:
     return None, f"in {facts.precision}; no setting reduces it"
 
 
-def _advise_attention(facts: RunFacts) -> tuple[str | None, str]:
+def _advise_attention(facts: RunProperties) -> tuple[str | None, str]:
     if facts.kernels == "stock":
         return "model.kernels: fast", "now stock; no mask where the batch needs none"
     if facts.is_on_gpu and facts.precision == "fp32" and facts.fastest_precision != "fp32":
@@ -207,7 +207,7 @@ def _advise_attention(facts: RunFacts) -> tuple[str | None, str]:
     return None, "no setting reduces it; it grows with the square of the row length"
 
 
-def _advise_loss(facts: RunFacts) -> tuple[str | None, str]:
+def _advise_loss(facts: RunProperties) -> tuple[str | None, str]:
     if facts.fused_loss is False and facts.is_on_gpu:
         return "model.fused_loss: true", "now false"
     if facts.kernels == "stock":
@@ -217,7 +217,7 @@ def _advise_loss(facts: RunFacts) -> tuple[str | None, str]:
     return None, "already fused; no setting reduces it"
 
 
-def _advise_optimizer(facts: RunFacts) -> tuple[str | None, str]:
+def _advise_optimizer(facts: RunProperties) -> tuple[str | None, str]:
     given = facts.optimizer
     if given.get("fused") is False:
         return "trainer.optimizer.fused: true", "now false"
@@ -231,7 +231,7 @@ def _advise_optimizer(facts: RunFacts) -> tuple[str | None, str]:
     return None, "no setting reduces it; with a larger trainer.global_batch_size there are fewer updates"
 
 
-def _advise_copies(facts: RunFacts) -> tuple[str | None, str]:
+def _advise_copies(facts: RunProperties) -> tuple[str | None, str]:
     if facts.casts_weights:
         return "trainer.optimizer.master_weights: true", "with model.dtype: bf16; no weight is cast in a forward"
     if not facts.is_compiled:
@@ -239,22 +239,22 @@ def _advise_copies(facts: RunFacts) -> tuple[str | None, str]:
     return None, "no setting reduces it"
 
 
-def _advise_communication(facts: RunFacts) -> tuple[str | None, str]:
+def _advise_communication(facts: RunProperties) -> tuple[str | None, str]:
     if facts.gathers_fp32:
         return "runtime.gather_precision: bf16", "now fp32; half the bytes"
     return "trainer.micro_batch_size", "larger ones compute longer for the same bytes; or another runtime.mesh"
 
 
-def _advise_data(facts: RunFacts) -> tuple[str | None, str]:
+def _advise_data(facts: RunProperties) -> tuple[str | None, str]:
     return "data.num_workers", f"now {facts.num_workers}"
 
 
-def _advise_host(facts: RunFacts) -> tuple[str | None, str]:
+def _advise_host(facts: RunProperties) -> tuple[str | None, str]:
     now = "" if facts.log_every_steps is None else f"now {facts.log_every_steps}; "
     return "log.every_steps", f"{now}or fewer and cheaper hooks"
 
 
-def _advise_idle(facts: RunFacts) -> tuple[str | None, str]:
+def _advise_idle(facts: RunProperties) -> tuple[str | None, str]:
     if facts.mode != "graph" and facts.can_capture:
         return "runtime.mode: graph", f"now {facts.mode}; one launch for a whole update"
     if not facts.is_compiled:

@@ -14,7 +14,7 @@ from trainwright.loop.hook import Hook
 class EarlyStopping(Hook):
     """Stops after `patience` evaluations in a row without an improvement of more than `min_delta`.
 
-    A NaN is not an improvement. A run that was stopped stays stopped when it is started again.
+    A NaN is not an improvement. A stopped run remains stopped when it is started again.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class EarlyStopping(Hook):
         self.num_bad = 0
 
     def before_train(self) -> None:
-        """Stops at once if the run was stopped before."""
+        """Stops immediately if the run was stopped before."""
         if self.trainer.evaluated_sets:  # without any set the run does not evaluate
             names, label = self.trainer.metric_names, "early_stopping.metric"
             names.check(self.metric, label=label, mode=self.mode, where=self._where)
@@ -44,7 +44,7 @@ class EarlyStopping(Hook):
             if any(key.partition("/")[0] == self.metric.partition("/")[0] for key in logs):
                 advice = suggest(self.metric, logs, cutoff=0.8)
                 raise ConfigError(
-                    f"early_stopping.metric: no evaluation gives {self.metric!r}. {advice}", where=self._where
+                    f"early_stopping.metric: no evaluation returns {self.metric!r}. {advice}", where=self._where
                 )
             return  # an evaluation of the test set, or a failed one
         value = float(logs[self.metric])

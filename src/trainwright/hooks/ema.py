@@ -16,9 +16,9 @@ from trainwright.optim.sharded import local_shards, shard_like
 class EMA(Hook):
     """Averages every trained floating-point parameter: average = decay × average + (1 − decay) × weight.
 
-    The average starts as a copy of the weights, so it needs no bias correction. It is saved in the checkpoint;
-    `evaluate: false` keeps it without evaluating with it. Each rank averages its own shards of sharded parameters.
-    A frozen parameter is its own average; one that becomes trainable is averaged from then on.
+    The average starts as a copy of the weights, so it needs no bias correction. It is saved in checkpoints; with
+    `evaluate: false`, evaluations do not use it. Each rank averages its own shards of sharded parameters. A frozen
+    parameter is its own average; a parameter that becomes trainable is averaged from then on.
     """
 
     copies_of_weights = 1
@@ -68,7 +68,7 @@ class EMA(Hook):
         self.averages |= {name: average for name, average in saved.items() if name not in own and name not in elsewhere}
 
     def _averaged_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the parameters that are averaged: the trainable ones, and those that were; adds missing averages."""
+        """Returns the averaged parameters: those that are or were trainable; adds missing averages."""
         named = self._parameters()
         own = {name: each for name, each in named.items() if each.requires_grad or name in self.averages}
         for name, parameter in own.items():

@@ -32,7 +32,7 @@ from trainwright.parallel.collectives import Ranks
 logger = logging.getLogger(__name__)
 
 _SMALLEST, _LARGEST = 256, 8192
-_ENOUGH_SECONDS = 0.005  # of one product: much longer than its launch
+_ENOUGH_SECONDS = 0.005  # of one product, much longer than its launch
 _MEASURED_SECONDS = 0.3
 _LEAST_ROUNDS = 3
 
@@ -118,10 +118,10 @@ def known_peak(device_name: str, dtype: torch.dtype) -> tuple[str, float] | None
 
 
 def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> MatrixRate:
-    """Multiplies square matrices of random numbers for a third of a second; returns the median rate.
+    """Multiplies random square matrices for a third of a second; returns the median rate.
 
     The size doubles until one product takes 5 ms, or to 8192, or to the limit of the memory. The numbers come from a
-    separate generator, because the run's must not change; zeros would need less power and show too high a rate.
+    separate generator, because the run's must not change; zeros would need less power and result in a higher rate.
     """
     generator = torch.Generator(device).manual_seed(0)
     size = _SMALLEST
@@ -197,7 +197,7 @@ def flop_counter() -> FlopCounterMode:
 
 
 def can_count_aside(trainer: Trainer) -> bool:
-    """Returns True if a step can be counted outside the run: not if the model is sharded or a user wrote the step."""
+    """Returns True if a step can be counted outside the run, which excludes sharded models and custom steps."""
     return not trainer.ranks.mesh.is_split and not overrides(trainer, "train_step", Trainer)
 
 
@@ -210,7 +210,8 @@ def can_count_within(trainer: Trainer) -> bool:
 def flops_per_token(model: torch.nn.Module, ranks: Ranks, pipeline: Any = None) -> float:
     """Returns the operations of a step per token from the number of parameters alone: six for a trained one.
 
-    Two each for the forward, the gradient of the activations and, if it is trained, the gradient of the weight.
+    Two each for the forward, the gradient of the activations and, if the parameter is trained, the gradient of the
+    weight.
     """
     own = 4 * count_weights(model) + 2 * sum(each.numel() for each in model.parameters() if each.requires_grad)
     if pipeline is not None:  # tied weights are on the first and on the last stage
@@ -277,7 +278,7 @@ def _attention_backward_flops(_: Shape, query: Shape, key: Shape, value: Shape, 
 
 @contextmanager
 def _on_fakes(trainer: Trainer) -> Iterator[None]:
-    """Replaces the model's tensors by fake ones, and isolates the storage."""
+    """Replaces the model's tensors with fake ones, and isolates the storage."""
     real: list[tuple[dict[str, Any], str, Tensor]] = [
         (owner, name, tensor)
         for module in trainer.model.modules()
@@ -293,7 +294,7 @@ def _on_fakes(trainer: Trainer) -> Iterator[None]:
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
                 fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
             owner[name] = fakes[id(tensor)]
-        # Compiled code would run as it was compiled, for real tensors.
+        # Compiled code would run for real tensors.
         with trainer.storage.isolated(), torch.compiler.set_stance("force_eager"):
             yield
     finally:

@@ -1,8 +1,8 @@
 """Handles SIGINT, SIGTERM, SIGUSR1 and SIGHUP: the current step is completed and saved, then the run ends.
 
 The signal handler only records the signal; the loop acts on it at the end of the step, on all ranks together. A thread
-receives it too, whatever the main thread does (a collective that never ends, a compiler), and ends the process after
-the deadline.
+receives it too, even if the main thread is blocked (in a collective that never ends, in a compiler), and ends the
+process after the deadline.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-# torchrun and cluster managers forward a signal that the whole process group has received already.
+# torchrun and cluster managers forward a signal that the whole process group has already received.
 ECHO_SECONDS = 2.0
 
 
@@ -61,12 +61,13 @@ class SignalListener:
             self._previous[number] = signal.signal(number, self._handle)
         receiver, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
-        # Written by the C handler at once: Python's handler runs only when the main thread is back in Python.
+        # Written by the C handler immediately, whereas Python's handler runs only when the main thread is back in
+        # Python.
         self._previous_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         weak = weakref.ref(self)  # a registered function cannot be removed
 
         def disable_wakeup() -> None:
-            """In a forked child: a data worker that is ended must not end the run."""
+            """In a forked child: ending a data worker must not end the run."""
             listener = weak()
             if listener is not None and listener._wakeup is not None:
                 signal.set_wakeup_fd(-1)
@@ -113,12 +114,12 @@ class SignalListener:
                 if self._message is not None and any(number in SIGNALS for number in received):
                     logger.info("Received %s: %s", signal.Signals(received[0]).name, self._message)
                     self._message = None
-                # A user who presses Ctrl-C can press it again: no deadline.
+                # No deadline for Ctrl-C, because a user can press it again.
                 urgent = [number for number in received if number in SIGNALS and number != signal.SIGINT]
                 if urgent and not self._has_closed.wait(self._deadline_seconds):
                     name = signal.Signals(urgent[0]).name
                     logger.error(
-                        "Received %s %.0f s ago, and no step has ended since: leaving without saving. The same command "
+                        "Received %s %.0f s ago, and no step has ended since: exiting without saving. The same command "
                         "resumes from the newest checkpoint, or starts over if there is none.",
                         name,
                         self._deadline_seconds,
@@ -137,7 +138,7 @@ class ObeyPreemption(Hook):
 
     def before_train(self) -> None:
         """Installs the signal handlers."""
-        message = "completing the current step, then saving a checkpoint. A second signal ends the run at once."
+        message = "completing the current step, then saving a checkpoint. A second signal ends the run immediately."
         self._listener = SignalListener(
             self.trainer.interrupt, deadline_seconds=self._deadline_seconds, message=message
         )

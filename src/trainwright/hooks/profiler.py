@@ -26,7 +26,7 @@ from trainwright.hooks.costs import (
     KERNEL_COSTS,
     LABELS,
     Cost,
-    RunFacts,
+    RunProperties,
     divide_by_operators,
     kernel_cost,
     largest_costs,
@@ -95,7 +95,7 @@ class Shares:
     has_device: bool
     """True if a device other than the host ran kernels."""
     costs: Mapping[str, float] = field(default_factory=dict)
-    """The same seconds by cost (costs.py): kernels by name instead of by what launched them."""
+    """The same seconds by cost (costs.py): kernels by name instead of by the operation that launched them."""
 
     @property
     def total(self) -> float:
@@ -164,7 +164,7 @@ def _costs_of_operators(
 
 
 class _KernelCosts(dict[str, str]):
-    """The cost of each kernel by name: a trace has thousands of events of some hundred kernels."""
+    """The cost of each kernel by name, because a trace has thousands of events of some hundred kernels."""
 
     def __missing__(self, name: str) -> str:
         self[name] = kernel_cost(name)
@@ -221,7 +221,7 @@ _Active: TypeAlias = "Counter[tuple[str, str]]"
 
 
 def _row_of(host: str, active: _Active) -> str:
-    """Returns the row of an interval on a device: what it computes, else what it copies, else what it waits for."""
+    """Returns the row of an interval on a device: that of its computation, its copy, or its wait, in this order."""
     for row in (*_COMPUTE, "communication", "data", "host"):
         if active[row, ""] > 0:
             return row
@@ -256,8 +256,8 @@ class ProfileSummary:
     known_peak: tuple[str, float] | None
     """The device's name in the table of known peaks, and its FLOP/s; None if it is not in the table."""
     trace: Path
-    facts: RunFacts = field(default_factory=RunFacts)
-    """What the run uses, for advice."""
+    facts: RunProperties = field(default_factory=RunProperties)
+    """The settings of the run, for advice."""
 
     def costs(self) -> list[Cost]:
         """Returns the three largest costs with the setting that addresses each."""
@@ -376,14 +376,14 @@ class Profiler(Hook):
     """Profiles `steps` steps after the first `first` steps of this start.
 
     The second half of those first steps is timed, because the profiler itself takes time. Every rank writes
-    RUN/profile/steps-A-B-rank-R.json.gz; the first logs a summary of its own and writes it to RUN/profile/summary.txt
-    and summary.json. A run that ends earlier is profiled until its end.
+    RUN/profile/steps-A-B-rank-R.json.gz; the first rank logs its summary and writes it to RUN/profile/summary.txt and
+    summary.json. A run that ends earlier is profiled until its end.
     """
 
     def __init__(self, first: int = 10, steps: int = 10) -> None:
         for name, value, least in (("first", first, 0), ("steps", steps, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"profiler: {name} is {value!r}. Give an integer of at least {least}.")
+                raise ConfigError(f"profiler: {name} is {value!r}. Use an integer of at least {least}.")
         self._first, self._num_steps = first, steps
         self._counter: Any = None
         self._counted_flops: int | None = None
@@ -414,7 +414,7 @@ class Profiler(Hook):
             )
 
     def before_step(self) -> None:
-        """Starts what starts with this step: counting, timing, profiling."""
+        """Starts the counting, timing and profiling that are due in this step."""
         step = self.trainer.step
         if self._has_begun:  # a run may roll back, but is profiled once
             return
@@ -431,7 +431,7 @@ class Profiler(Hook):
             self._begin_profile()
 
     def after_step(self) -> None:
-        """Ends what ends with this step."""
+        """Ends the counting, timing and profiling that are due after this step."""
         if self._counter is not None:
             counter, self._counter = self._counter, None
             counter.__exit__(None, None, None)
@@ -470,7 +470,7 @@ class Profiler(Hook):
 
     def _begin_profile(self) -> None:
         self._has_begun = True
-        # Above all messages that torch's profiler writes to stderr; it reads this when it is first used.
+        # Suppresses all messages of torch's profiler on stderr; it is read at the first use.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         self._profile = profile()
         # Preparing takes seconds on a GPU, which are not in the trace.
@@ -532,8 +532,8 @@ class Profiler(Hook):
             facts=self._facts(),
         )
 
-    def _facts(self) -> RunFacts:
-        """Returns what the run uses, for advice on its costs."""
+    def _facts(self) -> RunProperties:
+        """Returns the settings of the run, for advice on its costs."""
         trainer = self.trainer
         config, runtime, backend = trainer.config, trainer.config.runtime, trainer.backend
         is_on_gpu = waits_for_memory(trainer.device)
@@ -545,7 +545,7 @@ class Profiler(Hook):
         mesh, is_bf16 = trainer.ranks.mesh, AUTOCAST_DTYPES.get(runtime.precision) == torch.bfloat16
         is_fp32 = matmul_dtype(trainer.model, "fp32") == torch.float32
         is_own = is_user_code(type(trainer.model))
-        return RunFacts(
+        return RunProperties(
             mode=runtime.mode,
             is_compiled=runtime.mode == "compile"
             or (runtime.mode == "graph" and is_on_gpu)

@@ -19,14 +19,14 @@ class TimeSteps(Hook):
     Time runs from the end of one update to the end of the next, without evaluating and saving. On a GPU the host runs
     ahead of the device and waits for it when a log line is written, so only the mean over several lines is meaningful.
     Tokens do not include padding (by `attention_mask`); rows of a dataset with `tokens_per_sample` count in full.
-    `mfu` is the share of the device's peak FLOP/s (the table is in hooks/flops.py) that follows from the number of
-    parameters and of `input_ids`; it is left out for unknown devices. With several replicas `slowest_rank_share` is the
-    share of a step in which ranks wait for the slowest one; ranks that share a model wait inside the step, so there it
-    is left out.
+    `mfu` is the share of the device's peak FLOP/s (see the table in hooks/flops.py), computed from the number of
+    parameters and of `input_ids`; it is omitted for unknown devices. With several replicas, `slowest_rank_share` is the
+    share of a step in which ranks wait for the slowest one; it is omitted for ranks that share a model, because they
+    wait inside the step.
     """
 
     def before_train(self) -> None:
-        """Looks up what does not change during the run."""
+        """Reads values that do not change during the run."""
         trainer = self.trainer
         assert trainer.train_data is not None
         self._data = trainer.train_data
@@ -50,12 +50,12 @@ class TimeSteps(Hook):
         assert self._clock is not None
         now = self._read_clock()
         seconds, self._clock = now - self._clock, now
-        # By position: a step may use several batches, and the last one may be smaller.
+        # By position, because a step may use several batches, and the last one may be smaller.
         samples = self._data.samples_seen - self._position
         if not samples:  # a batch that was made without fetching one
             samples = self.trainer.batch.num_samples * self._num_data_ranks
         storage, batch = self.trainer.storage, self.trainer.batch.value
-        # Means: the rate of a window is all its samples over all its seconds, not a mean of rates.
+        # Means, because the rate of a window is all samples divided by all seconds, not a mean of rates.
         storage.put_metric("seconds_per_step", Mean(seconds, 1.0), 1.0)
         storage.put_metric("samples_per_second", Mean(samples, seconds), 1.0)
         tokens: Any = None
@@ -73,9 +73,9 @@ class TimeSteps(Hook):
             self._worked = worked
 
     def _read_clock(self) -> float:
-        """Returns the time without that of evaluations and saves, the current one included.
+        """Returns the time, excluding evaluations and saves, including the current one.
 
-        A run that resumes may have evaluated and saved a step before its first one.
+        A resumed run may have evaluated and saved a step before its first one.
         """
         heartbeat = self.trainer.heartbeat
         phase, _, since = heartbeat.current
@@ -83,7 +83,7 @@ class TimeSteps(Hook):
         return time.perf_counter() - pause - heartbeat.seconds_in("evaluate") - heartbeat.seconds_in("save")
 
     def _count_tokens(self, input_ids: Any, mask: Any) -> torch.Tensor | int | None:
-        """Returns the tokens of a step as if every data rank had as many; counts padding on the device."""
+        """Returns the tokens of a step, assuming the same number on every data rank; counts padding on the device."""
         if not isinstance(input_ids, torch.Tensor) or input_ids.ndim < 2:
             return None
         is_masked = isinstance(mask, torch.Tensor) and mask.shape == input_ids.shape
@@ -99,7 +99,7 @@ class CountProgress(Hook):
     """Puts `samples_seen`, `hours` and `anomalies`, and `tokens_seen` if samples have a fixed number of tokens.
 
     Each is a total since the first step of the run. `anomalies` counts updates with a wrong loss or gradient, also
-    those that the config skips. `hours` is the time in training, without the time between two starts.
+    those that the config skips. `hours` is the training time, excluding the time between two starts.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class CountProgress(Hook):
         self.trainer.storage.put_scalars({**totals, **self.state_dict()}, smoothing_hint=False)
 
     def on_anomaly(self, anomaly: Any) -> None:
-        """Counts it; the line of the step is not written yet."""
+        """Counts the anomaly; the line of the step is not yet written."""
         self._num_anomalies += 1
         self.trainer.storage.put_scalar("anomalies", self._num_anomalies, smoothing_hint=False)
 

@@ -1,7 +1,7 @@
 """Detects a rank that makes no progress, writes the stacks of every rank, and ends the run.
 
-On each rank a thread compares the current phase of the loop (loop/heartbeat.py) with its usual duration. A rank that
-is overdue asks the others for their status, through notes in the rendezvous store: collectives may be what hangs.
+On each rank a thread compares the current phase of the loop (loop/heartbeat.py) with its usual duration. A rank that is
+overdue asks the others for their status through notes in the rendezvous store, because a collective may hang.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REGULAR = frozenset({"data", "step", "reduce", "update", "vote"})
 """Phases that every step has, and that take about the same time in each."""
 ENOUGH_FINISHED = 5
 PATIENCE = 3.0
-_STOPPED_SECONDS = 5.0  # a check that is so much too late: the whole process was suspended, it is not stuck
+_STOPPED_SECONDS = 5.0  # if a check is this late, the whole process was suspended and is not stuck
 _COLLECTIVE_CODE = (
     str(Path(torch.distributed.__file__).parent) + os.sep,
     str(Path(trainwright.parallel.__file__).parent) + os.sep,
@@ -60,7 +60,7 @@ _DEBUGGERS = frozenset({"pdb", "bdb", "pydevd", "_pydevd_bundle"})
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank is doing."""
+    """The status of a rank."""
 
     phase: str
     step: int
@@ -71,7 +71,7 @@ class RankStatus:
     limit: float
     """After this many seconds the rank is stuck."""
     num_collectives: int | None
-    """How many collectives it has begun, if torch counts them."""
+    """The number of collectives that it has begun, if torch counts them."""
     is_waiting: bool
     """True if its stack is inside a collective."""
     has_left: bool = False
@@ -98,7 +98,7 @@ def limit_seconds(heartbeat: Heartbeat, phase: str, *, factor: float, min_second
     """Returns after how many seconds a phase is stuck: factor × its median, at least min_seconds.
 
     A phase that has ended fewer than five times gets three times min_seconds, because the first steps compile and warm
-    up. Phases whose work differs each time (hooks, evaluations, writing, saving) always get that.
+    up. Phases whose work differs each time (hooks, evaluations, writing, saving) always have this limit.
     """
     is_settled = heartbeat.num_finished(phase) >= ENOUGH_FINISHED
     least = min_seconds if is_settled and phase in REGULAR else PATIENCE * min_seconds
@@ -106,7 +106,7 @@ def limit_seconds(heartbeat: Heartbeat, phase: str, *, factor: float, min_second
     return max(least, factor * (usual or 0.0))
 
 
-# Which ranks the others wait for.
+# The ranks that the others wait for.
 
 
 def find_missing(statuses: Mapping[int, RankStatus | None]) -> list[int]:
@@ -262,7 +262,7 @@ class Watchdog(Hook):
     """Ends a run that is stuck, after writing RUN/watchdog/step-N.
 
     A phase is stuck after `factor` times its median, and at least `min_seconds`; see `limit_seconds`. A rank that is
-    suspended as a whole (SIGSTOP, a suspended job) is missed only by the others; one in a debugger is never stuck.
+    suspended completely (SIGSTOP, a suspended job) is detected only by the others; a rank in a debugger is never stuck.
     """
 
     def __init__(self, section: WatchdogSection) -> None:
@@ -372,7 +372,7 @@ class _WatchdogThread(threading.Thread):
             before = monotonic()  # the time spent waiting for answers does not count as suspended
 
     def end(self) -> None:
-        """Ends the thread and waits for it; a thread that is leaving ends the process meanwhile."""
+        """Ends the thread and waits for it, unless the thread is ending the process."""
         self._ended.set()
         self.join(None if self._is_leaving else ANSWER_SECONDS)
         if self._is_leaving:
@@ -422,7 +422,7 @@ class _WatchdogThread(threading.Thread):
         )
 
     def _judge(self, notes: Notes, phase_start: float) -> _Verdict:
-        """Reads every rank's answer and decides whether the run hangs, and because of which ranks."""
+        """Reads every rank's answer and decides whether the run hangs, and which ranks cause it."""
         names = {rank: f"answer/{self._inquiry}/{rank}" for rank in range(self._size)}
         answers = notes.wait_for(*names.values(), seconds=self._answer_seconds)
         statuses: dict[int, RankStatus | None] = {}
@@ -450,7 +450,7 @@ class _WatchdogThread(threading.Thread):
         )
 
     def _choose_folder(self, step: int) -> str:
-        """Returns a folder that does not exist yet: a run that was started again may hang at the same step."""
+        """Returns a folder that does not exist yet, because a restarted run may hang at the same step."""
         chosen = [self._folder / f"step-{step:08d}"]
 
         def avoid_existing() -> None:
@@ -461,7 +461,8 @@ class _WatchdogThread(threading.Thread):
         return str(chosen[-1])
 
     def _leave_alone(self, *, is_cut_off: bool = False) -> None:
-        """Ends this process without asking: there is no other rank, or the process with the notes does not answer."""
+        """Ends this process without asking, because there is no other rank, or the process with the notes does not
+        answer."""
         status = self._status()
         line = describe({self._rank: status}, [])
         silent: list[str] = []
@@ -476,7 +477,7 @@ class _WatchdogThread(threading.Thread):
         self._exit(verdict)
 
     def _leave_together(self, notes: Notes, verdict: _Verdict) -> None:
-        """Writes this rank's report; the reporter waits for the others and writes report.txt; then all leave."""
+        """Writes this rank's report; the reporter waits for the others and writes report.txt; then all exit."""
         self._is_leaving = True
         self._write_rank_report(verdict)
         with suppress(NotesUnreachable):
@@ -488,7 +489,7 @@ class _WatchdogThread(threading.Thread):
             with suppress(NotesUnreachable):
                 notes.write("reported", "yes")
         else:
-            # A launcher ends all ranks when the first one leaves, so the report must be complete before.
+            # A launcher ends all ranks when the first one exits, so the report must be complete before that.
             notes.wait_for("reported", seconds=2 * (self._answer_seconds + ANSWER_SECONDS))
         self._exit(verdict)
 

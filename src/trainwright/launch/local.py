@@ -1,6 +1,6 @@
 """Starts the processes of this machine with torch's elastic launcher and returns their exit code.
 
-A worker runs the same command with RANK set. With restarts, a group that lost a process is started again and resumes
+A worker runs the same command with RANK set. With restarts, a group that has lost a process is restarted and resumes
 from the newest checkpoint. Only `launch` imports torch.
 """
 
@@ -40,7 +40,7 @@ _EXPLAINED_CODES = (1, _EXPLAINED_CODE, HANG_EXIT_CODE, 129, 130, 138, 143)
 """The rank printed an error, or exited on a signal."""
 _ELASTIC = "torch.distributed.elastic"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_PARENT_CHECK_SECONDS = 1.0  # where there is no prctl
+_PARENT_CHECK_SECONDS = 1.0  # on systems without prctl
 _ADVICE = "SIGKILL often means too little memory. The same command resumes from the newest checkpoint."
 
 
@@ -62,7 +62,7 @@ def launch(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # More threads than cores are slower than one thread; torch warns unless this is set.
+    # More threads than cores would be slower than one thread; torch warns unless this is set.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     config = LaunchConfig(
         min_nodes=num_nodes,
@@ -82,7 +82,7 @@ def launch(
             elastic_launch(config, sys.executable)("-m", "trainwright", *arguments)
         except ChildFailedError as error:
             if (Path(notes) / _EXPLAINED).exists():
-                return _EXPLAINED_CODE  # the others failed because that rank was gone
+                return _EXPLAINED_CODE  # the others failed because that rank had ended
             rank, failure = error.get_first_failure()
             free_terminal()  # a killed worker has left its panel
             return _report_failure(rank, failure.pid, failure.exitcode)
@@ -144,7 +144,7 @@ def _describe_exit(process: int, code: int) -> str:
 
 
 def _report_failure(rank: int, process: int, code: int) -> int:
-    """Logs which rank failed, unless that rank has printed its own error; returns the exit code as a shell does."""
+    """Logs the failed rank, unless it has printed its own error; returns the exit code like a shell."""
     if code not in _EXPLAINED_CODES:
         advice = _ADVICE if code < 0 else "It printed no error."
         logger.error("Rank %d %s. %s", rank, _describe_exit(process, code), advice)
@@ -181,7 +181,7 @@ def num_restarts() -> int:
 
 
 def note_explained_error() -> None:
-    """Makes the launcher's further attempts end at once: a restart does not fix a TrainwrightError."""
+    """Makes further attempts of the launcher end immediately, because a restart does not fix a TrainwrightError."""
     if is_launched():
         (Path(os.environ[_LAUNCHED]) / _EXPLAINED).touch()
 
@@ -195,7 +195,7 @@ def leave_if_explained() -> None:
 def die_with_launcher() -> None:
     """Makes this worker receive SIGTERM when its launcher dies, so that no orphans remain.
 
-    Called first in a worker: SIGTERM ends it at once while it starts, and later makes it save its step.
+    Called first in a worker: SIGTERM ends it immediately while it starts, and later makes it save its step.
     """
     if not is_launched():
         return

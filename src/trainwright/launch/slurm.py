@@ -91,7 +91,7 @@ class SlurmJob:
         return f"{text}{_CHECKSUM}{_digest(text)}\n"
 
     def write(self, path: Path) -> None:
-        """Writes the job file; raises if a file is there that someone has edited, or that is of another kind."""
+        """Writes the job file; raises if the existing file was edited or is of another kind."""
         text = self.text()
         if path.exists():
             present = path.read_text(encoding="utf-8", errors="replace")
@@ -115,7 +115,7 @@ _NO_CPUS = """\
 
 _JOB = """\
 #!/bin/bash
-# Trains the run "{name}". Written by `trainwright launch`; change what you like, and submit it with: sbatch THIS_FILE
+# Trains the run "{name}". Written by `trainwright launch`; edit it as needed, and submit it with: sbatch THIS_FILE
 {options}
 # Above: all attempts write one log (open-mode), SLURM may requeue the job (requeue), and every process receives USR1
 # {before} s before the time limit (signal): the run finishes its step and saves a checkpoint.

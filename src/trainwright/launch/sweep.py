@@ -1,6 +1,6 @@
-"""Executes a sweep: chooses the values of each trial with Optuna, and runs each trial as a process of its own.
+"""Executes a sweep: selects the values of each trial with Optuna, and runs each trial in its own process.
 
-A trial is an ordinary run in the sweep's folder. The sweep reads its metrics.json, and ends it with SIGTERM where it is
+A trial is a normal run in the sweep's folder. The sweep reads its metrics.json, and ends it with SIGTERM if it is
 pruned. Optuna's study is in study.db, which only this process writes; a sweep that was ended or killed continues from
 it. The settings are in config/sweep.py. Imports no torch.
 """
@@ -51,7 +51,7 @@ _MORE_KEYS = ("groups", "args")
 """Keys of components that are not arguments of their constructors."""
 _DEFINITION, _RESTARTS, _REASON = "definition", "restarts", "reason"
 _ENDED_BY_SIGNAL = {130, 137, 138, 143, 129, HANG_EXIT_CODE}
-"""Exit codes of a run that was interrupted, killed or stuck: starting it again continues it."""
+"""Exit codes of a run that was interrupted, killed or stuck; starting it again resumes it."""
 _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 RUNNING, COMPLETE, PRUNED, FAILED, WAITING = "running", "complete", "pruned", "failed", "waiting"
@@ -59,7 +59,7 @@ RUNNING, COMPLETE, PRUNED, FAILED, WAITING = "running", "complete", "pruned", "f
 
 @dataclass(frozen=True)
 class TrialResult:
-    """A trial, as the table of results shows it."""
+    """A trial in the table of results."""
 
     number: int
     name: str
@@ -108,7 +108,7 @@ def import_optuna() -> ModuleType:
 
 
 def check_components(sweep: SweepConfig) -> None:
-    """Raises for a parameter that its component does not accept, as far as the components' sources tell."""
+    """Raises for a parameter that its component does not accept, as far as the sources of the components show."""
     for name in sweep.parameters:
         section, _, argument = name.rpartition(".")
         component, path = _value_at(sweep.base, section), tuple(section.split("."))
@@ -138,7 +138,7 @@ def _value_at(section: Any, path: str) -> Any:
 
 
 def preview(sweep: SweepConfig, num_trials: int) -> list[dict[str, Any]]:
-    """Returns the values of the first trials; those of tpe follow from results as soon as its random trials end."""
+    """Returns the values of the first trials; with tpe, later values depend on the results."""
     optuna = import_optuna()
     check_components(sweep)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler())
@@ -276,7 +276,7 @@ class _Sweep:
         elif running.is_pruned:
             self._tell(running, PRUNED)
         elif self._signals.received is not None:
-            return True  # it stays `running` in the study, and continues when the sweep does
+            return True  # it remains `running` in the study, and continues with the sweep
         elif (code < 0 or code in _ENDED_BY_SIGNAL) and running.num_restarts < self._sweep.max_restarts:
             running.restart(self._environments[running.slot], self._signals)
             return False
@@ -293,15 +293,15 @@ class _Sweep:
             can_prune = self._sweep.pruner is not None and not running.is_pruned and running.process.poll() is None
             if can_prune and running.trial.should_prune():
                 running.is_pruned = True
-                running.process.terminate()  # once: a second signal would end it before it has saved
+                running.process.terminate()  # once, because a second signal would end it before it has saved
 
     def _complete(self, running: _Running) -> None:
         found = running.found(self._sweep)
         if found is None:
-            reason = "the run was not evaluated. Give it an evaluation set."
+            reason = "the run was not evaluated. Add an evaluation set."
             if running.names:
                 hint = suggest(self._sweep.metric, sorted(running.names))
-                reason = f"no evaluation gives {self._sweep.metric}. {hint}"
+                reason = f"no evaluation returns {self._sweep.metric}. {hint}"
             self._tell(running, FAILED, reason)
         elif not math.isfinite(found[1]):
             self._tell(running, FAILED, f"{self._sweep.metric} is not finite at step {found[0]}.")
@@ -323,7 +323,7 @@ class _Sweep:
         self._report(replace(running.result(), state=state, reason=reason))
 
     def _write_results(self) -> SweepResult:
-        """Writes results.json and results.csv, and returns what was found so far."""
+        """Writes results.json and results.csv, and returns the results so far."""
         sweep, study = self._sweep, self._study
         trials = tuple(_result_of(sweep, each) for each in study.get_trials(deepcopy=False))
         complete = [each for each in trials if each.state == COMPLETE and each.value is not None]
@@ -345,7 +345,7 @@ class _Sweep:
 
 @dataclass
 class _Running:
-    """A trial whose process runs."""
+    """A trial with a running process."""
 
     trial: optuna.Trial
     sweep: SweepConfig
@@ -378,7 +378,7 @@ class _Running:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             env=own | dict(environment),
-            start_new_session=True,  # Ctrl-C reaches the sweep only, which then ends the trials
+            start_new_session=True,  # Ctrl-C reaches only the sweep, which then ends the trials
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
 
@@ -445,7 +445,7 @@ class _Running:
 
 
 class _Signals:
-    """Notes the first signal and forwards it to the trials as SIGTERM; a second signal kills them."""
+    """Records the first signal and forwards it to the trials as SIGTERM; a second signal kills them."""
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -479,7 +479,7 @@ def _end_with_parent() -> None:
 
 
 def _wait_for_orphan(folder: Path, signals: _Signals) -> None:
-    """Waits until the process of a killed sweep has left the folder of its trial, or a signal ends the sweep."""
+    """Waits until the process of a killed sweep has released the folder of its trial, or a signal ends the sweep."""
     lock, has_logged = FolderLock(folder), False
     while signals.received is None:
         try:
@@ -606,9 +606,9 @@ def _decode(sweep: SweepConfig, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampler(optuna: ModuleType, sweep: SweepConfig, number: int, *, num_parallel: int) -> Any:
-    """Returns the sampler of one trial. Its seed follows from the trial's number, also in a resumed sweep."""
+    """Returns the sampler of one trial. The seed depends on the trial's number, also in a resumed sweep."""
     section = sweep.sampler
-    # Hashed, because numpy's first numbers of neighbouring seeds are similar.
+    # Hashed, because numpy's first numbers for adjacent seeds are similar.
     seed = int.from_bytes(hashlib.sha256(f"{section.seed}/{number}".encode()).digest()[:4], "little")
     if section.type != "tpe":
         return optuna.samplers.RandomSampler(seed=seed)
@@ -633,7 +633,7 @@ def _ask(study: optuna.Study, sweep: SweepConfig, distributions: dict[str, Any],
     has_waiting = any(each.state.name == "WAITING" for each in study.get_trials(deepcopy=False))
     if sweep.sampler.type == "grid" and not has_waiting:  # one was added before the sweep was killed
         point = sweep.grid_point(number)
-        # Of a range Optuna stores floats.
+        # For a range, Optuna stores floats.
         study.enqueue_trial({name: _encode(value) for name, value in point.items()})
     return study.ask(fixed_distributions=distributions)
 

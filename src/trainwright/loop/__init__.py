@@ -1,4 +1,4 @@
-"""How a run proceeds: trainer.py is the loop, update.py one update, evaluation.py one pass over a set.
+"""The training loop: trainer.py has the loop, update.py one update, evaluation.py one pass over a set.
 
-Read trainer.py first; a stack trace from a user's `forward` leads through train, train_step and nothing else.
+Read trainer.py first; a stack trace from a user's `forward` contains only train and train_step.
 """

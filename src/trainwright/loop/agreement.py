@@ -1,4 +1,4 @@
-"""Ranks of an evaluation that fail or leave together, instead of waiting for each other in a collective."""
+"""Lets the ranks of an evaluation fail or exit together, instead of waiting for each other in a collective."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainwright.parallel.collectives import Ranks
 T = TypeVar("T")
 
 AGREEMENT_SECONDS = 10.0
-"""The time that a rank that failed in a forward of a sharded model waits for all others to report a failure too."""
+"""How long a rank that failed in a forward of a sharded model waits for all others to report a failure too."""
 _POLL_SECONDS = 0.05
 
 
@@ -23,23 +23,23 @@ class EvaluationAbandoned(Exception):  # noqa: N818 # not an error: the resumed 
 
 
 class FailedElsewhere(Exception):  # noqa: N818 # another rank has the error
-    """Another rank has failed; which one and why is raised at the next collective call."""
+    """Another rank has failed; the next collective call raises its error."""
 
 
 class Agreement:
-    """Decisions that all ranks make together in one pass: whether to continue, and whether all have failed."""
+    """Decisions that all ranks make together in one pass: whether to continue, and whether any rank has failed."""
 
     def __init__(self, ranks: Ranks, stop_signal: StopSignal | None) -> None:
-        """`stop_signal` is given if an interruption may abandon the pass."""
+        """`stop_signal` is passed if an interruption may abandon the pass."""
         self._ranks = ranks
         self._stop_signal = stop_signal
         self._is_split = ranks.mesh.is_split
         self._flag = f"failed-forward/{ranks.broadcast(secrets.token_hex(8))}" if self._is_split else ""
 
     def to_continue(self, failure: Exception | None, *, has_ended: bool = False) -> None:
-        """Raises a failure of any rank, or EvaluationAbandoned after a request to leave.
+        """Raises a failure of any rank, or EvaluationAbandoned after a request to stop.
 
-        Ranks that share a model run every forward together or not at all.
+        Ranks that share a model must all run every forward.
         """
         signal = None if has_ended else self._stop_signal
         leaves = int(signal is not None and signal.must_leave_now())
@@ -54,9 +54,10 @@ class Agreement:
             raise EvaluationAbandoned
 
     def have_all_failed(self) -> bool:
-        """Announces that this rank failed in a forward; returns True if all ranks did: then collectives still work.
+        """Announces that this rank failed in a forward; returns True if all ranks did, in which case collectives still
+        work.
 
-        Otherwise the others wait in a collective of that forward until this rank is gone.
+        Otherwise, the other ranks wait in a collective of that forward until this rank exits.
         """
         ranks = self._ranks
         is_over, all_flags = f"{self._flag}/over", [f"{self._flag}/{rank}" for rank in range(ranks.size)]
@@ -69,13 +70,13 @@ class Agreement:
                 if time.monotonic() > until:
                     ranks.raise_flag(is_over)
                 time.sleep(_POLL_SECONDS)
-        except RuntimeError:  # torch's network errors: the process with the store is gone
+        except RuntimeError:  # network errors of torch: the process with the store has ended
             return False
         return False
 
 
 def together(ranks: Ranks, call: Callable[[], T]) -> T:
-    """Calls a function that may fail on some rank; then all ranks raise, instead of waiting for each other."""
+    """Calls a function that may fail on some rank; if it does, all ranks raise instead of waiting for each other."""
     failure: Exception | None = None
     try:
         result = call()
@@ -93,7 +94,7 @@ def describe_failure(failure: Exception | None) -> str | None:
 def raise_failure(own: Exception | None, failures: list[str | None]) -> None:
     """Raises on every rank if any failed: the error itself on that rank, its text on the others.
 
-    Interrupted ranks leave at different batches; the others follow here.
+    Interrupted ranks stop at different batches; the others stop here.
     """
     abandoned = repr(EvaluationAbandoned())
     if own is not None and not isinstance(own, EvaluationAbandoned | FailedElsewhere):

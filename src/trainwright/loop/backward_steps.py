@@ -1,8 +1,9 @@
 """`trainer.optimizer_in_backward`: steps parameters during the backward pass and frees their gradients.
 
-A gradient is complete before those of earlier layers exist, so not all gradients are in memory at once. Complete
-gradients are collected up to PENDING_BYTES and stepped together, because a call of `step()` for each small one would be
-slow. build/run.py rejects settings that need all gradients before a weight changes, such as clipping by their norm.
+The gradient of a layer is complete before those of earlier layers exist, so not all gradients are in memory at once.
+Complete gradients are collected up to PENDING_BYTES and stepped together, because a call of `step()` for each small one
+would be slow. build/run.py rejects settings that need all gradients before a weight changes, such as clipping by their
+norm.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class BackwardSteps:
         self._optimizers = dict(optimizers)
         self._before_step = before_step
         self._owners: dict[int, str] = {}
-        """The names of the optimizers of parameters that have a hook, by the id of the parameter."""
+        """The names of the optimizers whose parameters have a hook, by the id of the parameter."""
         self._hooks: list[tuple[torch.nn.Parameter, Any]] = []
         self._is_active = False
         self._skip: torch.Tensor | bool = False
@@ -40,7 +41,7 @@ class BackwardSteps:
 
     @contextmanager
     def during_backward(self, skip: torch.Tensor | bool) -> Iterator[None]:
-        """A context for the only backward of an update; with `skip` the steps change nothing."""
+        """A context for the single backward of an update; with `skip` the steps change nothing."""
         self._follow_parameters()
         self._is_active, self._skip = True, skip
         self._stepped.clear()
@@ -52,7 +53,7 @@ class BackwardSteps:
             self._is_active, self._pending, self._pending_bytes = False, {}, 0
 
     def grad_norm(self) -> torch.Tensor | None:
-        """Returns the norm of all gradients of the last backward, None if there were none."""
+        """Returns the norm of all gradients of the last backward; None if there were none."""
         return torch.linalg.vector_norm(torch.stack(self._norms)) if self._norms else None
 
     def _follow_parameters(self) -> None:
@@ -87,7 +88,7 @@ class BackwardSteps:
 
     @torch.no_grad()
     def _step_pending(self) -> None:
-        """Steps the parameters whose gradients are complete, and frees these."""
+        """Steps the parameters whose gradients are complete, and frees the gradients."""
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
         for name, parameters in pending.items():
             gradients = [each.grad for each in parameters if each.grad is not None]

@@ -1,6 +1,6 @@
 """Runs a benchmark: its batches over the ranks, and the means over all samples.
 
-The batches are the same for any number of ranks, and so are the results. benchmarks/ has the benchmarks themselves.
+The batches and the results do not depend on the number of ranks. benchmarks/ has the benchmarks themselves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BenchmarkPass:
     def __init__(self, configured: ConfiguredBenchmark, ranks: Ranks, agreement: Agreement) -> None:
         self.agreement = agreement
         self.failed_in_batch = False
-        """True if this rank failed in a batch, in which the model may need every rank's shard."""
+        """True if this rank failed in a batch; the model may need every rank's shard for it."""
         self._configured = configured
         self._ranks = ranks
         self._results: Results = {}
@@ -45,7 +45,7 @@ class BenchmarkPass:
         around_batch: Callable[[], AbstractContextManager[Any]],
         before_batch: Callable[[], None],
     ) -> None:
-        """Runs this rank's batches; with a sharded model every rank runs equally many."""
+        """Runs this rank's batches; with a sharded model, every rank runs the same number."""
         mesh, configured = self._ranks.mesh, self._configured
         batches = configured.batches(max_batches)
         with progress(f"Evaluating {configured.name}", total=sum(map(len, batches)), unit="samples") as advance:
@@ -90,9 +90,9 @@ class BenchmarkPass:
                 missing = [each for each in results if name not in each]
                 wrong = [each[name] for each in results if not _is_value(each.get(name))]
                 if missing:
-                    problem = f'returned a result without "{name}", one of metrics. Add it, or None to leave it out.'
+                    problem = f'returned a result without "{name}", one of metrics. Add it, or use None to omit it.'
                 elif wrong:
-                    problem = f"returned {wrong[0]!r:.60} as {name}. Return a number, or None to leave it out."
+                    problem = f"returned {wrong[0]!r:.60} as {name}. Return a number, or None to omit it."
         if problem is not None:
             kind = type(benchmark)
             raise ConfigError(f"{kind.__name__}.run_batch {problem}", where=location_of(kind.run_batch))
@@ -101,7 +101,7 @@ class BenchmarkPass:
         """Returns the means over the samples of all ranks, the same on every rank; collective."""
         configured = self._configured
         names = tuple(configured.benchmark.metrics)
-        # Prompts are long: of samples that are not in the file of results only the values are sent.
+        # Prompts are long, so samples that are not in the results file are sent without them.
         own = {
             number: result if number < configured.log_samples else {name: result[name] for name in names}
             for number, result in self._results.items()

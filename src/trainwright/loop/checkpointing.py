@@ -28,7 +28,7 @@ from trainwright.parallel.collectives import Notes, Ranks
 logger = logging.getLogger(__name__)
 
 SHARED_BYTES = 2**28
-"""The size of the trained weights from which the ranks of a replicated model share the writing of a checkpoint."""
+"""The minimum size of the trained weights for the ranks of a replicated model to divide the writing of a checkpoint."""
 
 
 class BestCheckpoint:
@@ -39,7 +39,7 @@ class BestCheckpoint:
         self._where = where
         self.value: float | None = None
         self.step: int | None = None
-        """The step of the best value; it is saved when it is reached, whatever the period."""
+        """The step of the best value; it is saved immediately, independent of the period."""
 
     @property
     def metric(self) -> str | None:
@@ -47,7 +47,7 @@ class BestCheckpoint:
         return None if self._policy is None else self._policy.metric
 
     def check(self, names: MetricNames) -> None:
-        """Raises for a name that no evaluation gives, as far as that is known before the first one."""
+        """Raises for a name that no evaluation returns, as far as the names are known before the first evaluation."""
         if self._policy is not None:
             label = "checkpoint.keep_best.metric"
             names.check(self._policy.metric, label=label, mode=self._policy.mode, where=self._where)
@@ -58,7 +58,7 @@ class BestCheckpoint:
             return
         if self._policy.metric not in logs:
             raise ConfigError(
-                f"checkpoint.keep_best.metric: no evaluation gives {self._policy.metric!r}. "
+                f"checkpoint.keep_best.metric: no evaluation returns {self._policy.metric!r}. "
                 f"{suggest(self._policy.metric, logs, cutoff=0.8)}",
                 where=self._where,
             )
@@ -75,10 +75,10 @@ class BestCheckpoint:
 
 
 class Checkpointing:
-    """The saves of a run: when one is due, the one in progress, and whether it was committed.
+    """The saves of a run: when one is due, the save in progress, and whether it was committed.
 
-    Every rank calls the same methods in the same order. The first rank writes; of a sharded or a large model each rank
-    writes a share and the first one commits. The other ranks learn the result of a save through the votes of the
+    Every rank calls the same methods in the same order. The first rank writes; if the model is sharded or large, each
+    rank writes a part and the first one commits. The other ranks receive the result of a save through the votes of the
     following steps, or at the next save, whichever comes first.
     """
 
@@ -95,16 +95,16 @@ class Checkpointing:
         """The step of the save in progress."""
         self._num_saves = self._num_saves_at_vote = 0
         self.num_committed = 0
-        """On the first rank: the number of the last committed save, counted equally on every rank."""
+        """On the first rank: the number of the last committed save; every rank counts saves in the same way."""
         self.failure: Exception | None = None
-        """On the first rank: why saving has failed for good."""
+        """On the first rank: the reason why saving has failed permanently."""
         self._saved_at = time.monotonic()
 
     def prepare(self, model: torch.nn.Module) -> None:
         """Prepares the ranks to save a sharded or a large model together; collective.
 
-        Raises if the ranks of a sharded model do not all see the checkpoints folder. If those of a replicated one do
-        not, the first rank writes alone.
+        Raises if the ranks of a sharded model do not all see the checkpoints folder. If the ranks of a replicated model
+        do not, only the first rank writes.
         """
         if self._together is not None or self._ranks.size == 1:
             return
@@ -115,13 +115,13 @@ class Checkpointing:
         else:
             try:
                 blind = ranks_without_folder(self._store, self._ranks)
-            except CheckpointError:  # the first save raises it
+            except CheckpointError:  # raised by the first save
                 blind = [0]
             self._writes_alone = bool(blind)
             if blind:
                 logger.info("Rank 0 writes checkpoints alone: rank %s does not see its folder.", blind[0])
                 return
-        # A unique topic: a process may train several times, and notes stay.
+        # A unique topic, because a process may train several times and notes are not deleted.
         self._notes = Notes(self._ranks.broadcast(f"checkpoints-{secrets.token_hex(4)}"))
         self._together = Together(self._ranks.rank, self._ranks.size, self._notes)
         self._saver = self._make_saver()
@@ -143,12 +143,12 @@ class Checkpointing:
         return bool(every and stop // every > start // every)
 
     def is_due_by_time(self) -> bool:
-        """Returns True if one is due by this rank's clock; the ranks agree on it through votes."""
+        """Returns True if a save is due by this rank's clock; the ranks agree on it through votes."""
         minutes = self._section.every_minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes
 
     def accepts_request(self, requested: bool) -> bool:
-        """Returns True if a save that some rank requested is still due: votes are one step old."""
+        """Returns True if a save that some rank requested is still due, because votes are one step old."""
         num_saves, self._num_saves_at_vote = self._num_saves_at_vote, self._num_saves
         return requested and (self._ranks.size == 1 or num_saves == self._num_saves)
 
@@ -164,7 +164,7 @@ class Checkpointing:
             self.failure = error
 
     def take_committed(self, num_committed: int) -> Path | RemotePath | None:
-        """Returns the path of the save in progress once it is the committed one; then it is no longer in progress."""
+        """Returns the path of the save in progress once it is committed; it is then no longer in progress."""
         if self.pending_step is None or num_committed != self._num_saves:
             return None
         step, self.pending_step = self.pending_step, None
@@ -177,7 +177,7 @@ class Checkpointing:
         if self._saver is not None:
             try:
                 self._saver.save(step, share, metrics=metrics)
-            except CheckpointError as error:  # a value that no checkpoint can hold
+            except CheckpointError as error:  # a value that cannot be saved
                 failure = error
         failures = self._ranks.gather(failure) if self._together is not None else [self._ranks.broadcast(failure)]
         failure = next((each for each in failures if each is not None), None)
@@ -188,9 +188,10 @@ class Checkpointing:
         self.pending_step = step
 
     def finish(self, *, must_succeed: bool) -> tuple[Path | RemotePath | None, Exception | None]:
-        """Waits for the save in progress; returns its path if it was committed, and why saving failed for good.
+        """Waits for the save in progress; returns its path if it was committed, and the reason if saving failed
+        permanently.
 
-        With `must_succeed` the failure of this one save counts as well: it is the last of the run.
+        With `must_succeed` a failure of this save counts too, because it is the last save of the run.
         """
         failure: Exception | None = None
         if self._saver is not None:
@@ -205,11 +206,11 @@ class Checkpointing:
         return self.take_committed(num_committed), failure
 
     def raise_failure(self) -> NoReturn:
-        """Raises why saving has failed for good, on every rank."""
-        raise self.failure or CheckpointError("The first rank cannot save checkpoints any more; see its error.")
+        """Raises on every rank if saving has failed permanently."""
+        raise self.failure or CheckpointError("The first rank can no longer save checkpoints; see its error.")
 
     def close(self) -> None:
-        """Waits until the file in progress is written, whatever happened to the run."""
+        """Waits until the file in progress is written, also if the run has failed."""
         if self._saver is not None:
             self._saver.close()
         if self._notes is not None:

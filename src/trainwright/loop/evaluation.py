@@ -1,7 +1,7 @@
 """Evaluates named sets and benchmarks: each sample counts once for any number of ranks.
 
-Sums stay on the device until a pass is over, so memory does not grow with the set. `evaluate_checkpoints` evaluates
-the checkpoints of a training that runs elsewhere.
+Sums stay on the device until a pass is over, so memory does not grow with the set. `evaluate_checkpoints` evaluates the
+checkpoints of a run that another process trains.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ EvaluatedSet: TypeAlias = "EvaluationData | ConfiguredBenchmark"
 
 
 class EvalLogs(dict[str, Any]):
-    """What `eval_step` returns by default: the loss and metrics, with the outputs of the forward as an attribute."""
+    """The default result of `eval_step`: the loss and metrics, with the outputs of the forward as an attribute."""
 
     outputs: Mapping[str, Any] | None = None
 
@@ -76,17 +76,17 @@ def logs_of(result: ForwardResult) -> EvalLogs:
 
 
 class Averages:
-    """Sums of the values of one set over its batches: name → total and count, on the device."""
+    """Sums the values of one set over its batches, on the device: name → total and count."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Mean] = {}
         self._sharded: list[tuple[str, Any, int]] = []
-        """Values that are DTensors, with their numbers of samples, until they are gathered."""
+        """Values that are DTensors, with their numbers of samples, before they are gathered."""
 
     def add(self, name: str, value: Any, num_samples: int) -> None:
-        """Adds a batch's value: a Mean, a scalar that weighs its samples, or one number a sample.
+        """Adds a batch's value: a Mean, a scalar weighted by the number of samples, or one number per sample.
 
-        Anything else (a matrix of outputs, a text) has no mean and is left out. Ranks that share a model must add the
+        Anything else (a matrix of outputs, a text) has no mean and is ignored. Ranks that share a model must add the
         same DTensors, also with 0 samples.
         """
         if is_sharded(value) or (isinstance(value, Mean) and (is_sharded(value.total) or is_sharded(value.count))):
@@ -101,7 +101,7 @@ class Averages:
             self._sums[name] = self._sums[name] + mean if name in self._sums else mean
 
     def over_ranks(self, ranks: Ranks) -> dict[str, float]:
-        """Returns the means over all ranks as numbers; ranks may hold different names."""
+        """Returns the means over all ranks as numbers; ranks may have different names."""
         if ranks.mesh.is_split:
             sharded, self._sharded = self._sharded, []
             parts = [[value.total, value.count] if isinstance(value, Mean) else [value] for _, value, _ in sharded]
@@ -126,7 +126,7 @@ def _as_mean(value: Any, num_samples: int) -> Mean | None:
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
             return Mean(_double(value).reshape(()) * num_samples, float(num_samples))
-        if value.shape[0] == num_samples == value.numel():  # [n] and [n, 1] alike
+        if value.shape[0] == num_samples == value.numel():  # both [n] and [n, 1]
             return Mean(_double(value).sum(), float(num_samples))
     return None
 
@@ -172,8 +172,8 @@ class Evaluator:
     ) -> dict[str, float]:
         """Evaluates several sets and benchmarks and returns their logs, each prefixed with its name, on every rank.
 
-        `averaged` are weights to use instead of the model's. Training is not disturbed: the weights, the modes of
-        modules and the generators are restored. With `can_be_abandoned` an interruption raises EvaluationAbandoned at
+        `averaged` are weights to use instead of the model's. Training is not affected: the weights, the modes of
+        modules and the generators are restored. With `can_be_abandoned`, an interruption raises EvaluationAbandoned at
         the next batch.
         """
         trainer = self._trainer
@@ -192,7 +192,7 @@ class Evaluator:
         generators = generator_state()
         try:
             together(ranks, lambda: _call_before_eval(hooks, trainer.model))
-            copy_from_first(trainer.model.buffers(), ranks)  # running means differ between ranks until now
+            copy_from_first(trainer.model.buffers(), ranks)  # running means differ between ranks before this
             trainer.model.eval()
             for name, data in sets.items():
                 trainer.backend.seed(mix_seed(trainer.config.seed, _EVAL_STREAM, *ranks.mesh.draws))
@@ -205,7 +205,7 @@ class Evaluator:
                 folder = results_folder(trainer.folder, trainer.state.step, trainer.loaded_weights)
                 results = self.benchmark_results if ranks.is_first else []
                 together(ranks, lambda: write_results(folder, results) if results else None)
-            # A user's own metric may differ between ranks; decisions based on it (best, stop) must not.
+            # A custom metric may differ between ranks; decisions based on it (best, stop) must not.
             logs = ranks.broadcast(logs)
         except Exception:
             # Hooks undo what they did for the evaluation before anything is saved.
@@ -217,7 +217,7 @@ class Evaluator:
             trainer.seed_step()
             for module in training:
                 module.training = True
-        # All of them even if one raises: the step is saved then.
+        # All of them even if one raises, because the step is then saved.
         errors = hooks.call_all("after_eval", logs)
         failure = errors[0] if errors else None
         raise_failure(failure, ranks.gather(describe_failure(failure)))
@@ -227,8 +227,8 @@ class Evaluator:
     def _evaluate_set(self, data: EvaluationData, *, can_be_abandoned: bool) -> dict[str, float]:
         """Evaluates one set and returns its logs, unprefixed.
 
-        Values that the model puts go into a storage of the set's own and become part of its logs: in the run's storage
-        they would mix with the values of training steps.
+        Values that the model puts go into a separate storage and become part of the set's logs. In the run's storage
+        they would be mixed with the values of training steps.
         """
         trainer, ranks = self._trainer, self._ranks
         self.set_name = data.name
@@ -242,7 +242,7 @@ class Evaluator:
         ):
             puts.step = trainer.state.step
             try:
-                # eval_end is outside: what it keeps, such as the best value so far, is not undone.
+                # eval_end is outside: its changes, such as the best value so far, are kept.
                 with ExitStack() as preserved:
                     together(ranks, lambda: one_pass.begin(preserved))
                     one_pass.run(iterator, data, advance)
@@ -251,9 +251,9 @@ class Evaluator:
                     ranks.go_alone()  # the others wait in a forward for this rank's shard of the model
                     raise
                 failure = error
-            # Ranks agree on each batch of a stream: one that leaves early says so there, before the next collective.
+            # Ranks agree on each batch of a stream: one that stops early reports it there, before the next collective.
             iterator.close()
-            # Before any other collective: if one rank failed, all must leave here.
+            # Before any other collective, because all ranks must exit here if one failed.
             raise_failure(failure, ranks.gather(describe_failure(failure)))
             if ranks.mesh.is_split:
                 puts.gather_shards(ranks.gather)
@@ -278,7 +278,7 @@ class Evaluator:
         def around_batch() -> Iterator[None]:
             keeps_casts = trainer.context.updater.sync is None
             precision = trainer.config.runtime.precision
-            # Batches have many shapes, for each of which a compiled region would be compiled again.
+            # Batches have many shapes, and a compiled region would be recompiled for each.
             with (
                 trainer.gather_mixed,
                 trainer.backend.autocast(precision, keeps_casts=keeps_casts),
@@ -292,7 +292,7 @@ class Evaluator:
 
         failure: Exception | None = None
         try:
-            with EventStorage(keeps_media=False):  # what the model puts is not of a training step
+            with EventStorage(keeps_media=False):  # values that the model puts do not belong to a training step
                 one_pass.run(
                     trainer.model,
                     max_batches=trainer.config.evaluation.max_batches,
@@ -323,7 +323,7 @@ class _CountedBatches(Iterator[Any]):
 
 
 class _Pass:
-    """One rank's pass over a set: the sums, and what the task aggregates."""
+    """One rank's pass over a set: the sums, and the state that the task aggregates."""
 
     def __init__(
         self,
@@ -333,11 +333,11 @@ class _Pass:
         stop_signal: StopSignal | None,
         garbage: GarbageCollection,
     ) -> None:
-        """`stop_signal` is given if an interruption may abandon the pass."""
+        """`stop_signal` is passed if an interruption may abandon the pass."""
         self.averages = Averages()
         self.state: Any = None
         self.num_updates = 0
-        """Batches of this rank that held samples."""
+        """Batches of this rank that have samples."""
         self.failed_in_forward = False
         """True if this rank failed in a forward that needs every rank's shard of the model."""
         self._trainer = trainer
@@ -347,10 +347,10 @@ class _Pass:
         self._aggregates = overrides(trainer.task, "aggregate_logs", Task)
         self._is_split = trainer.ranks.mesh.is_split
         self._late: Exception | None = None
-        """What failed after a forward of a sharded model; the other ranks learn of it before the next one."""
+        """The failure after a forward of a sharded model; the other ranks are notified before the next forward."""
 
     def begin(self, preserved: ExitStack) -> None:
-        """Resets the metrics and calls `eval_begin`; `preserved` restores the state of the trainer at its end."""
+        """Resets the metrics and calls `eval_begin`; `preserved` restores the trainer's state at the end."""
         preserved.enter_context(self._trainer.preserve_state())
         for metric in self._metrics:
             metric.metric.reset()
@@ -400,7 +400,7 @@ class _Pass:
             return None
         trainer.set_batch(batch, data.batch_num_samples)
         trainer.heartbeat.enter("evaluate", trainer.state.step)
-        self._garbage.tidy(is_due=False)  # batches of an evaluation may leave cycles as steps do
+        self._garbage.tidy(is_due=False)  # like steps, batches of an evaluation may create reference cycles
         return self._step(batch, passthrough, data.batch_num_samples)
 
     def _step(self, batch: Any, passthrough: Mapping[str, Any], num_samples: int) -> dict[str, Any]:
@@ -424,7 +424,7 @@ class _Pass:
             raise TrainwrightError(f"eval_step must return a mapping of metrics; it returned a {type(logs).__name__}.")
         values = {**logs, **passthrough}
         for name, value in values.items():
-            # What a task aggregates itself (class ids, scores of a ranking) needs no mean.
+            # Values that a task aggregates itself (class ids, scores of a ranking) need no mean.
             if not (self._aggregates and _is_per_sample(value, num_samples)):
                 self.averages.add(name, value, num_samples)
         if num_samples:
@@ -438,7 +438,7 @@ class _Pass:
 def _gather_outputs(
     values: Mapping[str, Any], num_samples: int, failure: Exception | None, ranks: Ranks
 ) -> dict[str, Any]:
-    """Gathers the values of a batch on every host: per-sample ones in sample order, scalars averaged."""
+    """Gathers the values of a batch on every host: per-sample values in sample order, scalars averaged."""
     if ranks.mesh.is_split:
         raise_failure(failure, ranks.gather(describe_failure(failure)))
         values = full_logs(values, ranks.gather)
@@ -471,7 +471,7 @@ def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks, *, has_samples: 
     """Returns the values of the metrics over the samples of all ranks; collective."""
     if not metrics:
         return {}
-    # Of ranks that share samples one has counted them.
+    # Among ranks that share samples, one counts them.
     is_counted = ranks.mesh.is_loss_rank
     merged = [metric for metric in metrics if has_mergeable_state(metric.metric)]
     computing, num_ranks = ranks.rank, ranks.mesh.num_data_ranks
@@ -479,8 +479,8 @@ def _compute(metrics: Sequence[ConfiguredMetric], ranks: Ranks, *, has_samples: 
         own = together(ranks, lambda: _own_states(merged) if is_counted and has_samples else None)
         shares = ranks.gather_samples((ranks.rank, own))
         seen = [(rank, states) for rank, states in shares if states is not None]
-        # One rank computes: sorting the scores of a large set takes seconds. It has seen samples itself, so that it
-        # has the objects of torchmetrics.
+        # Only one rank computes, because sorting the scores of a large set takes seconds. This rank has seen samples,
+        # so it has created the objects of torchmetrics.
         computing = next((rank for rank, _ in seen), shares[0][0])
         if computing == ranks.rank:
             for metric in merged:
@@ -503,7 +503,7 @@ def _own_states(metrics: Sequence[ConfiguredMetric]) -> dict[str, Any]:
 def _read_metrics(
     metrics: Sequence[ConfiguredMetric], num_data_ranks: int, has_samples: bool
 ) -> tuple[dict[str, float], Averages]:
-    """Returns what metrics say of all ranks, and the means of this rank that are still to be added up."""
+    """Returns the metrics over all ranks, and the means of this rank that have yet to be summed."""
     results: dict[str, float] = {}
     means = Averages()
     for metric in metrics:
@@ -535,7 +535,7 @@ def _logs_of_set(trainer: Trainer, state: Any) -> Mapping[str, Any]:
 
 
 def _numbers(logs: Mapping[str, Any], trainer: Trainer) -> dict[str, float]:
-    """Reads what `eval_end` returned: one number a name."""
+    """Reads the result of `eval_end`: one number per name."""
     owner = trainer.eval_end.__qualname__
     numbers = {}
     for name, value in logs.items():
@@ -544,8 +544,8 @@ def _numbers(logs: Mapping[str, Any], trainer: Trainer) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError) as error:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise TrainwrightError(
-                f"{owner}: {name} is a {type(value).__name__}{shape}, not one number: {error}. Return a number for it, "
-                "or leave it out.",
+                f"{owner}: {name} is a {type(value).__name__}{shape}, not one number: {error}. Return a number for "
+                "it, or omit it.",
                 where=location_of(trainer.eval_end),
             ) from error
     return numbers
@@ -553,7 +553,8 @@ def _numbers(logs: Mapping[str, Any], trainer: Trainer) -> dict[str, float]:
 
 @contextmanager
 def replaced_weights(model: torch.nn.Module, averaged: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Copies weights into the model and restores the model's own afterwards, bit for bit; costs a copy of these."""
+    """Copies weights into the model and restores the model's own weights exactly afterwards; needs memory for a copy of
+    these."""
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     trained = {name: local(own[name]).detach().clone() for name in averaged if name in own}
     try:
@@ -574,7 +575,7 @@ def _call_before_eval(hooks: HookCalls, model: torch.nn.Module) -> None:
         names = " or ".join(f"{type(hook).__name__}.before_eval" for hook in owners)
         raise ConfigError(
             f"{names} changes weights of the model. Return the weights to evaluate with from averaged_weights() "
-            "instead: then checkpoints have them, and load_checkpoint and export use what was evaluated.",
+            "instead: checkpoints then contain them, and load_checkpoint and export use the evaluated weights.",
             where=location_of(owners[0].before_eval),
         )
 
@@ -583,11 +584,11 @@ EVALUATIONS_FILE = "evaluations.json"
 """In the run folder: one JSON line per checkpoint; metrics.json belongs to the training."""
 
 Weights = tuple[int, str]
-"""A step and the hashes of its weights: a run that was started over has other weights at the same steps."""
+"""A step and the hashes of its weights, because a run that was started over has other weights at the same steps."""
 
 POLL_SECONDS = 10.0
 """How often to look for a new checkpoint."""
-_POLLS_PER_READ = 6  # its newest checkpoint tells whether an idle training was stopped, but takes time to read
+_POLLS_PER_READ = 6  # the newest checkpoint says whether an idle run was stopped, but takes time to read
 
 
 def evaluate_checkpoints(
@@ -607,7 +608,7 @@ def evaluate_checkpoints(
     logger.info("Waiting for checkpoints in %s", store.folder)
     while True:
         found: Weights | str | None = None
-        if ranks.is_first:  # for all ranks: a checkpoint may appear or disappear meanwhile
+        if ranks.is_first:  # for all ranks, because a checkpoint may appear or disappear in the meantime
             found = _find_next(trainer, seen, reads=num_polls % _POLLS_PER_READ == 0)
             if found is None and timeout_seconds is not None and time.monotonic() - last_news >= timeout_seconds:
                 found = "late"
@@ -628,7 +629,7 @@ def evaluate_checkpoints(
         elif found == "late":
             problem = f"{store.folder}: no new checkpoint within {timeout_seconds:g} seconds"
             if not logs:
-                raise CheckpointError(f"{problem}. Train first, give another folder, or wait longer.")
+                raise CheckpointError(f"{problem}. Train first, use another folder, or wait longer.")
             logger.warning("%s; the last one evaluated is step %d.", problem, last_step)
             return logs
         else:
@@ -658,18 +659,18 @@ def _find_next(trainer: Trainer, seen: set[Weights], *, reads: bool) -> Weights 
 
 
 def _weights_of(store: AnyStore, step: int) -> Weights:
-    """Returns what identifies the weights of a checkpoint; saving the same weights again does not change it."""
+    """Returns an identifier of the weights of a checkpoint; saving the same weights again does not change it."""
     if not isinstance(store, CheckpointStore):
         return step, ""  # a remote run is not started over
     try:
         files = read_manifest(store.path(step))["files"]
     except CheckpointError:
-        return step, ""  # gone, or being replaced: restoring it raises
+        return step, ""  # deleted, or being replaced: restoring it raises
     return step, " ".join(sorted(fact["sha256"] for name, fact in files.items() if name.startswith("model")))
 
 
 def _restore_unless_gone(trainer: Trainer, step: int, weights: str | None) -> bool:
-    """Loads a checkpoint's weights; returns False if the training has deleted it meanwhile."""
+    """Loads a checkpoint's weights; returns False if the training has deleted it in the meantime."""
     try:
         trainer.load_weights(step, weights)
     except CheckpointError:  # on all ranks

@@ -1,4 +1,5 @@
-"""What this rank is doing: written by the loop, read by the watchdog's thread (hooks/watchdog.py) and the profiler.
+"""The current phase of this rank: written by the loop, read by the watchdog's thread (hooks/watchdog.py) and the
+profiler.
 
 No locks: entering a phase assigns one tuple, which a reader sees completely or not at all.
 """
@@ -38,7 +39,7 @@ class Heartbeat:
         self._finished = {phase: _Finished() for phase in PHASES}
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Ends the current phase and begins another one; without `step` for the same update."""
+        """Ends the current phase and begins another one, which without `step` belongs to the same update."""
         now = monotonic()
         before, last_step, since = self.current
         self.current = (phase, last_step if step is None else step, now)
@@ -54,14 +55,14 @@ class Heartbeat:
         self.trace = PhaseTrace(self.current[0])
 
     def end_trace(self) -> None:
-        """Ends the last mark."""
+        """Ends the last range."""
         if self.trace is not None:
             self.trace.close()
             self.trace = None
 
     def median_seconds(self, phase: str) -> float | None:
         """Returns the median duration of the last 50 finished phases of this name; None if there is none."""
-        lengths = tuple(self._finished[phase].lengths)  # one call into C: the other thread cannot interfere
+        lengths = tuple(self._finished[phase].lengths)  # one call into C, which the other thread cannot interrupt
         return statistics.median(lengths) if lengths else None
 
     def num_finished(self, phase: str) -> int:

@@ -40,7 +40,7 @@ EVENT_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "after_save": ("path",),
     "on_anomaly": ("anomaly",),
 }
-"""The arguments of events; the others have none."""
+"""The arguments of events; events that are not listed have none."""
 
 
 class Hook:
@@ -64,9 +64,10 @@ class Hook:
     trainer: Trainer
     """Set before any event is called."""
     copies_of_weights: int = 0
-    """How many copies of all weights it keeps on the device; `micro_batch_size: auto` leaves room for them."""
+    """The number of copies of all weights that the hook keeps on the device; `micro_batch_size: auto` leaves room for
+    them."""
     evaluates_averaged: bool = True
-    """Whether evaluations use `averaged_weights`, as do then load_checkpoint, export and generate by default."""
+    """Whether evaluations use `averaged_weights`, and by default also load_checkpoint, export and generate."""
 
     def before_train(self) -> None:
         """Called once before the first step, with all state restored."""
@@ -80,8 +81,8 @@ class Hook:
     def after_epoch(self) -> None:
         """Called after the step that uses the last sample of an epoch, `trainer.epoch`, and after its evaluation.
 
-        `trainer.storage.latest()` has the metrics of the step and of its evaluation. What is put there belongs to the
-        line of this step, and what it changes is part of its checkpoint.
+        `trainer.storage.latest()` has the metrics of the step and of its evaluation. Values that are put here belong to
+        the line of this step, and changes of state to its checkpoint.
         """
 
     def before_step(self) -> None:
@@ -100,32 +101,32 @@ class Hook:
         """Called at the first step boundary after a checkpoint was committed."""
 
     def on_anomaly(self, anomaly: Any) -> None:
-        """Called when a step went wrong in a way that the run survives."""
+        """Called after an anomaly that does not end the run."""
 
     def close(self) -> None:
-        """Called once at the end, whatever happened: release what you hold."""
+        """Called once at the end, also after an error: release resources here."""
 
     def averaged_weights(self) -> Mapping[str, torch.Tensor]:
-        """Returns weights to evaluate with instead of the trained ones, by the names in the model; {}: none.
+        """Returns weights to evaluate with instead of the trained ones, by the names in the model; {} for none.
 
-        The loop copies them into the model from `before_eval` to `after_eval`, and saves them in each checkpoint: those
-        that are also in `state_dict` once. Weights that are not named stay as trained.
+        The loop copies them into the model from `before_eval` to `after_eval`, and saves them in each checkpoint;
+        weights that are also in `state_dict` are saved once. Other weights are those of the training.
         """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs: a nest of dicts, lists, numbers, strings and tensors."""
+        """Returns the state that a resumed run needs: nested dicts, lists, numbers, strings and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`: before `before_train`, and again after a rollback.
 
-        Tensors come in main memory: move them to where they are used.
+        Tensors are in host memory: move them to the device where they are used.
         """
 
 
 def call_each(functions: Iterable[Callable[..., None]], *arguments: Any) -> list[Exception]:
-    """Calls every one even if some raise; returns what they raised."""
+    """Calls all of them even if some raise; returns the exceptions."""
     errors = []
     for function in functions:
         try:
@@ -175,18 +176,18 @@ class HookCalls:
             functions[:] = map(checked, functions)
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Calls one event of every hook that has it."""
+        """Calls one event of every hook that overrides it."""
         with self.within:
             for function in self._calls[event]:
                 function(*arguments)
 
     def call_all(self, event: str, *arguments: Any) -> list[Exception]:
-        """Calls one event of every hook even if some raise; returns what they raised."""
+        """Calls one event of every hook even if some raise; returns the exceptions."""
         with self.within if event != "close" else nullcontext():
             return call_each(self._calls[event], *arguments)
 
     def averaged_weights(self) -> tuple[Mapping[str, torch.Tensor], bool]:
-        """Returns the averaged weights of the hook that has some, and whether evaluations use them."""
+        """Returns the averaged weights of the hook that has any, and whether evaluations use them."""
         found = [
             (hook, weights)
             for hook in self.hooks
@@ -209,11 +210,11 @@ class HookCalls:
         return [hook for hook in self.hooks if _overrides(hook, event)]
 
     def keyed(self) -> dict[str, Hook]:
-        """Returns the hooks by the key of their state: class name, and ordinal where a class repeats."""
+        """Returns the hooks by the key of their state: the class name, with an ordinal if a class repeats."""
         keyed: dict[str, Hook] = {}
         for hook in self.hooks:
             if not hasattr(hook, "state_dict"):
-                continue  # one that does not inherit from Hook and keeps nothing
+                continue  # a hook that does not inherit from Hook and has no state
             name = type(hook).__name__
             number = sum(type(other).__name__ == name for other in keyed.values()) + 1
             keyed[name if number == 1 else f"{name}#{number}"] = hook
@@ -224,15 +225,15 @@ def _check_is_hook(hook: Any) -> None:
     """Raises for a class or a function instead of a hook object."""
     name = getattr(hook, "__name__", repr(hook))
     if isinstance(hook, type):
-        raise ConfigError(f"{name} is a class, but a hook is an object of one. Give {name}() instead.")
+        raise ConfigError(f"{name} is a class, but a hook is an object of one. Pass {name}() instead.")
     if callable(hook) and not any(hasattr(hook, event) for event in HOOK_EVENTS):
         raise ConfigError(
-            f"{name} is a function, not a hook. Give Every(n)({name}), or CallbackHook(after_step={name})."
+            f"{name} is a function, not a hook. Pass Every(n)({name}), or CallbackHook(after_step={name})."
         )
 
 
 def _reject_misspelt(hook: Hook) -> None:
-    """Rejects a method that is almost an event: it would never be called."""
+    """Rejects a method whose name resembles an event, because it would never be called."""
     for name, value in vars(type(hook)).items():
         if callable(value) and not name.startswith("_") and not hasattr(Hook, name):
             close = difflib.get_close_matches(name, HOOK_EVENTS, n=1, cutoff=0.85)
@@ -244,6 +245,7 @@ def _reject_misspelt(hook: Hook) -> None:
 
 
 def _overrides(hook: Hook, event: str) -> bool:
-    # A hook need not inherit from Hook, nor define every event; an event may be the class's or the object's own.
+    # A hook need not inherit from Hook or define every event; an event may be an attribute of the class or of the
+    # object.
     own = getattr(hook, event, None)
     return own is not None and getattr(own, "__func__", None) is not getattr(Hook, event)

@@ -1,4 +1,4 @@
-"""Metrics that are more than a mean of the step's values: torchmetrics' or any object with the same verbs.
+"""Metrics that are not a mean of the step's values: those of torchmetrics, or any object with the same methods.
 
 A metric has `update(outputs, labels)`, `compute()` and `reset()`. A `Mean` that `compute` returns is summed over ranks.
 The state of torchmetrics' metrics is gathered and merged on the host, so that ranks may have seen different numbers of
@@ -47,7 +47,7 @@ def align_classes(outputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
 
 
 class Accuracy:
-    """The share of samples whose largest output is their label; labels of `ignore_index` do not count.
+    """The fraction of samples whose largest output is their label; labels of `ignore_index` do not count.
 
     Takes outputs of shape [..., classes] and labels of shape [...]. `shift` is true for a causal language model, whose
     outputs predict the next label.
@@ -83,7 +83,7 @@ class Accuracy:
 
 
 class TopKAccuracy(Accuracy):
-    """The share of samples whose label is among their `k` largest outputs; otherwise as `accuracy`."""
+    """The fraction of samples whose label is among their `k` largest outputs; otherwise as `accuracy`."""
 
     def __init__(self, k: int = 5, ignore_index: int = -100, shift: bool = False) -> None:
         if k < 1:
@@ -102,7 +102,7 @@ class TopKAccuracy(Accuracy):
 
 
 def reject_no_metric(metric: Any, label: str, where: object | None) -> None:
-    """Rejects what an evaluation could not feed and read, before anything is trained."""
+    """Rejects an object that an evaluation could not use as a metric, before the training starts."""
     missing = [verb for verb in ("update", "compute", "reset") if not callable(getattr(metric, verb, None))]
     if missing:
         raise ConfigError(
@@ -113,7 +113,7 @@ def reject_no_metric(metric: Any, label: str, where: object | None) -> None:
 
 
 def reject_rank_value(metric: ConfiguredMetric, value: Any, num_data_ranks: int) -> None:
-    """Raises if `value`, which a metric computed, is that of one rank's samples and cannot be merged."""
+    """Raises if `value`, the result of a metric, covers only one rank's samples and cannot be merged."""
     if num_data_ranks == 1 or isinstance(value, Mean) or has_mergeable_state(metric.metric):
         return
     raise ConfigError(
@@ -131,7 +131,7 @@ def reject_rank_metric(metric: ConfiguredMetric, num_data_ranks: int) -> None:
     try:
         metric.metric.reset()
         computed = metric.metric.compute()
-    except Exception:  # many metrics need a sample; the first evaluation checks them
+    except Exception:  # many metrics need a sample, so the first evaluation checks them
         return
     for value in computed.values() if isinstance(computed, Mapping) else [computed]:
         reject_rank_value(metric, value, num_data_ranks)
@@ -207,7 +207,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class MetricNames:
-    """The names that evaluations give, as far as they are known before the first one."""
+    """The names that evaluations return, as far as they are known before the first one."""
 
     sets: tuple[str, ...]
     metrics: tuple[str, ...]
@@ -215,14 +215,14 @@ class MetricNames:
     are_all: bool
     """False if user code (eval_step, eval_end, a forward, …) may add further names."""
     modes: Mapping[str, str] = field(default_factory=dict)
-    """max or min, for the metrics of which it is known whether higher or lower values are better."""
+    """max or min, for metrics for which it is known whether higher or lower values are better."""
     benchmarks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """The values of each benchmark, with max or min."""
 
     def check(self, metric: str, *, label: str, mode: str | None = None, where: object | None = None) -> None:
-        """Raises for a name such as valid/loss that no evaluation gives; the setting `label` has it.
+        """Raises for a name such as valid/loss that no evaluation returns; `label` is the setting that refers to it.
 
-        If user code may add names, one that resembles a known name is only a warning. Raises also if `mode` (min or
+        If user code may add names, a name that resembles a known one is only a warning. Also raises if `mode` (min or
         max) is known to be wrong for the metric.
         """
         name, slash, value = metric.partition("/")
@@ -245,7 +245,7 @@ class MetricNames:
             return
         if self.are_all:
             known = [f"{name}/{each}" for each in self.metrics]
-            problem = f"no evaluation gives {metric!r}. {suggest(metric, known, cutoff=_MISSPELLING)}"
+            problem = f"no evaluation returns {metric!r}. {suggest(metric, known, cutoff=_MISSPELLING)}"
             raise ConfigError(f"{label}: {problem}", where=where)
         near = nearest(value, self.metrics, cutoff=_MISSPELLING)
         if near is not None:
@@ -259,12 +259,12 @@ class MetricNames:
             )
 
     def _check_benchmark(self, metric: str, *, label: str, mode: str | None, where: object | None) -> None:
-        """Raises for a value that a benchmark does not give, or a wrong mode for one that it gives."""
+        """Raises for a value that a benchmark does not return, or for a wrong mode."""
         name, _, value = metric.partition("/")
         modes = self.benchmarks[name]
         if value not in modes:
             advice = suggest(metric, [f"{name}/{each}" for each in modes], cutoff=_MISSPELLING)
-            raise ConfigError(f"{label}: the benchmark {name} gives no {value!r}. {advice}", where=where)
+            raise ConfigError(f"{label}: the benchmark {name} returns no {value!r}. {advice}", where=where)
         if mode is not None and modes[value] != mode:
             raise _wrong_mode(metric, label=label, mode=mode, where=where)
 
@@ -283,7 +283,7 @@ _MISSPELLING = 0.8
 
 @dataclass(frozen=True)
 class ConfiguredMetric:
-    """A metric with the names of what it is fed: `update(outputs[outputs_name], batch[labels_name])`."""
+    """A metric with the names of its inputs: `update(outputs[outputs_name], batch[labels_name])`."""
 
     name: str
     metric: Any
@@ -292,9 +292,10 @@ class ConfiguredMetric:
     where: object | None = None
 
     def update(self, outputs: Mapping[str, Any] | None, batch: Any, logs: Mapping[str, Any] | None = None) -> None:
-        """Feeds one batch, or says which name is missing and what there is.
+        """Updates the metric with one batch, or raises with the missing name and the known ones.
 
-        Outputs may be in `logs`, what `eval_step` and `next_eval_inputs` returned; labels in the outputs or there.
+        Outputs may be in `logs`, the results of `eval_step` and `next_eval_inputs`; labels may be in the outputs or in
+        `logs`.
         """
         inputs = self._inputs(outputs, batch, logs)
         try:
@@ -316,7 +317,7 @@ class ConfiguredMetric:
                 raise self._located(error) from error
 
     def check_values(self) -> None:
-        """Raises if the values of this rank, which the metric saw, cannot be measured."""
+        """Raises if the metric cannot be computed from the values of this rank."""
         check = getattr(self.metric, "check_values", None)
         if check is not None:
             try:
@@ -329,7 +330,7 @@ class ConfiguredMetric:
         return ConfigError(problem, where=error.where or self.where)
 
     def _inputs(self, outputs: Mapping[str, Any] | None, batch: Any, logs: Mapping[str, Any] | None) -> tuple[Any, Any]:
-        """Returns what is measured and its labels."""
+        """Returns the outputs and their labels."""
         values = {**(logs or {}), **(outputs or {})}
         if outputs is None or self._name_in(outputs) not in outputs:
             self.require_outputs(values or None)
@@ -352,15 +353,16 @@ class ConfiguredMetric:
             named = [name for name in outputs or () if name != "loss"]
             advice = f"Name one of these (outputs: {named[0]}), or let" if named else "Let"
             raise ConfigError(
-                f"evaluation.metrics.{self.name}.outputs: forward gives no {self.outputs_name!r}; it gives {have}. "
+                f"evaluation.metrics.{self.name}.outputs: forward returns no {self.outputs_name!r}; it returns {have}. "
                 f"{advice} forward return a mapping with `loss` and the outputs, or override eval_step.",
                 where=self.where,
             )
 
     def _name_in(self, outputs: Mapping[str, Any]) -> str:
-        """Returns the name of what is measured: for `logits` also the only output, of which a criterion makes the loss.
+        """Returns the name of the measured output; `logits` also stands for the only output, from which a criterion
+        computes the loss.
 
-        A bare tensor of scores is called `output`.
+        A plain tensor of scores has the name `output`.
         """
         if self.outputs_name == "logits" and len(outputs) == 1:
             [(name, value)] = outputs.items()

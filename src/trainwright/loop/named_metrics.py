@@ -1,7 +1,7 @@
 """Metrics of torchmetrics by name: f1, precision, recall, auroc, perplexity, mse, mae, bleu and rouge.
 
-The torchmetrics object is created from the first batch, whose shapes give the task and the number of classes. How the
-state of several ranks is merged is in metrics.py.
+The torchmetrics object is created for the first batch, whose shapes determine the task and the number of classes. How
+the state of several ranks is merged is in metrics.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _describe(value: Any) -> str:
 
 
 class TorchMetric:
-    """A metric of torchmetrics. Subclasses read a batch and create the object from the first one."""
+    """A metric of torchmetrics. Subclasses read a batch and create the object for the first one."""
 
     higher_is_better: ClassVar[bool] = True
 
@@ -79,7 +79,7 @@ class TorchMetric:
 
 
 class _Classification(TorchMetric):
-    """A metric of classes: binary, multiclass or multilabel."""
+    """A classification metric: binary, multiclass or multilabel."""
 
     def __init__(
         self, name: str, *, task: Task | None, num_classes: int | None, num_labels: int | None, from_logits: bool,
@@ -160,7 +160,7 @@ class _Classification(TorchMetric):
         self._low = self._high = None
 
     def check_values(self) -> None:
-        """Raises for probabilities outside of 0 to 1, and warns of logits that are all inside."""
+        """Raises for probabilities outside of 0 to 1, and warns about logits that are all inside."""
         if self._low is not None and self._high is not None:
             low, high = float(self._low), float(self._high)
             are_probabilities = low >= 0 and high <= 1
@@ -206,7 +206,7 @@ class _Classification(TorchMetric):
 
 
 class F1(_Classification):
-    """The F1 score of torchmetrics. The shapes of outputs and labels give the task and the number of classes.
+    """The F1 score of torchmetrics. The shapes of outputs and labels determine the task and the number of classes.
 
     Outputs [..., classes] with labels [...] are multiclass, outputs and labels of one shape [n, labels] multilabel, one
     score per sample binary; `task` overrides it, for example binary for the outputs of two classes. Outputs are logits
@@ -248,7 +248,7 @@ class Recall(F1):
 class AUROC(_Classification):
     """The area under the ROC curve of torchmetrics; shapes, `task` and `from_logits` as for `f1`.
 
-    Exact by default, which keeps all scores of the set in memory; `thresholds` (a number of bins) bounds that.
+    Exact by default, which keeps all scores of the set in memory; `thresholds` (a number of bins) limits the memory.
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class AUROC(_Classification):
         )  # fmt: skip
 
     def check_inputs(self, outputs: Any, labels: Any) -> None:
-        """Raises also for class indices, of which there is no ROC curve."""
+        """Also raises for class indices, which have no ROC curve."""
         if isinstance(outputs, torch.Tensor) and not outputs.is_floating_point():
             raise ConfigError(f"needs scores, but the outputs are {_describe(outputs)}. Name an output with scores.")
         super().check_inputs(outputs, labels)
@@ -281,7 +281,7 @@ class AUROC(_Classification):
 
 
 class Perplexity(TorchMetric):
-    """exp of the mean cross-entropy per token, of torchmetrics; labels of `ignore_index` do not count.
+    """The perplexity of torchmetrics, exp of the mean cross-entropy per token; labels of `ignore_index` do not count.
 
     Takes logits [n, length, classes] and labels [n, length]. `shift` is true for a causal language model, whose labels
     are the same tokens as its inputs: the logits of a position predict the next label. It is false where labels are at
@@ -312,7 +312,8 @@ class Perplexity(TorchMetric):
 
 
 class MeanSquaredError(TorchMetric):
-    """The mean squared error of torchmetrics; with `squared: false` its root. Outputs and labels have one shape."""
+    """The mean squared error of torchmetrics; with `squared: false`, its square root. Outputs and labels have one
+    shape."""
 
     _class = "MeanSquaredError"
 
@@ -354,13 +355,13 @@ class MeanAbsoluteError(MeanSquaredError):
 
 
 class _TextMetric(TorchMetric):
-    """A metric of texts: one text per sample, and one reference or a list of references per sample."""
+    """A text metric: one text per sample, and one reference or a list of references per sample."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         super().__init__()
         self._name, self._options = name, options
         self._module = _import("text")
-        self.create(None, None)  # rejects options before anything is trained
+        self.create(None, None)  # rejects options before the training starts
 
     def read(self, outputs: Any, labels: Any) -> tuple[Any, Any]:
         """Returns the texts and their lists of references."""
@@ -394,7 +395,7 @@ def _are_texts(value: Any) -> bool:
 
 
 class BLEU(_TextMetric):
-    """The BLEU score of torchmetrics, of texts that are split at whitespace.
+    """The BLEU score of torchmetrics, for texts that are split at whitespace.
 
     `outputs` names a list with one text per sample in what `eval_step` returns; `labels` names the references, one or
     several per sample, in the batch or in what `eval_step` or `next_eval_inputs` returns.

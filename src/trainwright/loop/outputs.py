@@ -38,7 +38,7 @@ class CriterionError(TrainwrightError):
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
-    """`trainer.loss`: a function of the outputs and the labels, and where it is set."""
+    """`trainer.loss`: a function of the outputs and the labels, and the location of the setting."""
 
     function: Callable[[Any, Any], Any]
     where: object | None = None
@@ -54,34 +54,35 @@ class ForwardResult:
     metrics: dict[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, Any] | None = None
     count: torch.Tensor | None = None
-    """The number of labels that a plain loss is the mean of, on the device, if the model says so: its weight."""
+    """The weight of a plain loss, on the device: the number of labels that it is the mean of, if the model provides
+    it."""
 
     @property
     def mean(self) -> Loss:
-        """The loss with its count as a Mean in double precision; a plain loss without a count as it is."""
+        """The loss with its count as a Mean in double precision; a plain loss without a count is returned unchanged."""
         if self.count is None or isinstance(self.loss, Mean):
             return self.loss
-        # A mean over no label is NaN.
+        # A mean over zero labels is NaN.
         return Mean(torch.where(self.count > 0, self.loss.double(), 0.0) * self.count, self.count)
 
 
 _DTYPE_ERROR = re.compile(
     r"same dtype|should be the same|target dtype|scalar types?|[Ff]ound dtype|not implemented for '|can't be cast to"
 )
-"""What torch says of operands whose dtypes do not fit together."""
+"""Messages of torch about operands with incompatible dtypes."""
 _INTEGER = re.compile(r"\b(long|int|short|char|byte|bool)\b|unsigned char")
 
 
 _AUTOCAST_ERROR = re.compile(
     r"unsafe to autocast|BFloat16|\bHalf\b|self\.dtype to be equal|same scalar type", re.IGNORECASE
 )
-"""What torch says of operations that autocast does not cast, or that the dtype of autocast does not support."""
+"""Messages of torch about operations that autocast does not cast, or that do not support the dtype of autocast."""
 
 
 def explain_failure(
     error: AttributeError | LookupError | RuntimeError | TypeError, batch: Any, model: torch.nn.Module
 ) -> None:
-    """Raises a clear error for some of Python's and torch's; ignores others.
+    """Raises a clear error instead of some errors of Python and torch; ignores others.
 
     Missing keys of the batch, labels and ids out of range, dtypes, sharded parameters, operations without autocast,
     logits that a fused loss does not compute.
@@ -97,7 +98,7 @@ def explain_failure(
     elif isinstance(error, LookupError):
         return
     elif isinstance(error, RuntimeError) and "DTensor" in str(error):
-        from trainwright.parallel.fully_shard import reject_ungathered  # imports much of torch
+        from trainwright.parallel.fully_shard import reject_ungathered  # slow to import
 
         reject_ungathered(error, model)
     elif not is_out_of_memory(error):
@@ -108,8 +109,8 @@ def explain_failure(
 
 
 def _explain_no_logits(error: AttributeError | TypeError, model: torch.nn.Module) -> None:
-    """Raises with the setting if the model computes head and loss in one, which it does by default on a GPU."""
-    # The forward of a transformers model has the setting; as a mapping its outputs have None too.
+    """Raises with the setting if the model fuses head and loss, which is the default on a GPU."""
+    # The forward of a transformers model has the setting; its outputs contain None if they are a mapping.
     wanted = getattr(model, "fused_loss", getattr(model.forward, "wanted", False))
     if wanted is None:
         wanted = any(waits_for_memory(parameter.device) for parameter in model.parameters())
@@ -123,7 +124,7 @@ def _explain_no_logits(error: AttributeError | TypeError, model: torch.nn.Module
 
 
 def _explain_autocast(error: RuntimeError | TypeError, model: torch.nn.Module) -> None:
-    """Raises with the setting if autocast is active, which it is by default on a GPU."""
+    """Raises with the setting if autocast is active, which is the default on a GPU."""
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
     if not torch.is_autocast_enabled(device):
         return
@@ -138,7 +139,8 @@ def _explain_autocast(error: RuntimeError | TypeError, model: torch.nn.Module) -
 
 
 def _reject_missing_key(error: KeyError, batch: Any) -> None:
-    """Raises if the key was looked up in the batch: the failing expression begins with a mapping of the same keys."""
+    """Raises if the key was looked up in the batch, that is, if the failing expression begins with a mapping of the
+    same keys."""
     key = error.args[0] if error.args else None
     if not isinstance(batch, Mapping) or not isinstance(key, str) or key in batch:
         return
@@ -182,7 +184,7 @@ def _reject_ids(error: IndexError, batch: Any, model: torch.nn.Module) -> None:
 
 
 def _explain_dtypes(error: RuntimeError, batch: Any, model: torch.nn.Module) -> None:
-    """Raises if a tensor of the batch has a dtype that the weights or the loss cannot be used with."""
+    """Raises if the dtype of a tensor of the batch is incompatible with the weights or the loss."""
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     fields = _tensors_of(batch)
     where = user_location(error)
@@ -245,7 +247,7 @@ def _name_of_dtype(dtype: torch.dtype) -> str:
 def read_forward(
     returned: Any, batch: Any, model: torch.nn.Module, num_samples: int, configured: ConfiguredLoss | None = None
 ) -> ForwardResult:
-    """Reads what `forward` returned; raises for other forms than those above. `configured` is `trainer.loss`."""
+    """Reads the result of `forward`; raises for forms other than those above. `configured` is `trainer.loss`."""
     if isinstance(returned, Mean):
         if configured is not None:
             _reject_second_loss(configured, model)
@@ -272,7 +274,7 @@ def read_forward(
             f"forward returned {_describe(returned)}. Return a loss, (loss, metrics), a mapping with `loss`, "
             "or an object with `.loss`."
         )
-    # A model of transformers may have an output of that name; it is no mapping.
+    # A transformers model may have an output with that name, which is not a mapping.
     metrics = dict(outputs.pop("metrics")) if isinstance(outputs.get("metrics"), Mapping) else {}
     if loss is None:
         result = _with_criterion(outputs, batch, model, num_samples, configured)
@@ -298,9 +300,9 @@ def logits_of(outputs: Any, model: torch.nn.Module) -> torch.Tensor:
 
 
 def count_targets(model: torch.nn.Module, batch: Any) -> torch.Tensor | None:
-    """Returns the number of labels of a batch that the model's loss is the mean of; None if that is not known.
+    """Returns the number of labels of a batch that the model's loss is the mean of; None if it is not known.
 
-    A model says so with `count_targets(labels)`, as the shipped ones do.
+    A model can define `count_targets(labels)`, as the shipped models do.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
@@ -317,8 +319,9 @@ def count_targets(model: torch.nn.Module, batch: Any) -> torch.Tensor | None:
 
 
 def full_loss(loss: Loss) -> Loss:
-    """Returns a loss as a plain tensor or a Mean of such; one of sharded parameters alone is a DTensor. Collective."""
-    from trainwright.parallel.mixed_tensors import full  # imports much of torch
+    """Returns a loss as a plain tensor, or as a Mean of plain tensors; a loss of sharded parameters alone is a DTensor.
+    Collective."""
+    from trainwright.parallel.mixed_tensors import full  # slow to import
 
     if isinstance(loss, torch.Tensor):
         return full(loss)
@@ -374,7 +377,7 @@ def _with_criterion(
         pair = f"outputs {_shown(scores)} and labels {_shown(labels)}"
         name = _name_of(criterion, configured)
         if type(criterion).__module__.partition(".")[0] != "torch":
-            # A user's criterion: the traceback shows its line, and this its inputs.
+            # A custom criterion: the traceback shows its line, and this error its inputs.
             error.add_note(f"{name} got {pair}.")
             raise
         reason = str(error).rstrip(".")
@@ -408,7 +411,7 @@ def reject_ignored_labels(forwards: Iterable[Callable[..., Any]]) -> None:
     """Raises for ignored labels next to a plain loss, in a run that splits its batches.
 
     The mean of a micro-batch is over its own labels. Weighted by samples, the update would depend on how the batch was
-    split. `forwards` are searched for the one that the user wrote.
+    split. `forwards` are searched for the user's own.
     """
     definitions = [found for each in forwards if (found := definition_of(each)) is not None]
     raise TrainwrightError(
@@ -444,7 +447,7 @@ def _one_number(loss: Any) -> torch.Tensor:
     if isinstance(loss, Real):
         advice = "A number has no gradient: remove the .item() or float() on its way."
     raise TrainwrightError(
-        f"The loss must be one number in a tensor, or a Mean; forward gave {_describe(loss)}. {advice}"
+        f"The loss must be one number in a tensor, or a Mean; forward returned {_describe(loss)}. {advice}"
     )
 
 

@@ -1,7 +1,7 @@
-"""Rejects parameters that a trainer or a task keeps outside the model, where nothing updates, sums or saves them.
+"""Rejects parameters that a trainer or a task has outside the model, where they are not updated, reduced or saved.
 
-A module that is only read, such as a frozen teacher, is fine: its parameters receive no gradient. One that user code
-updates with an optimizer of its own is fine if a `state_dict` contains it.
+A module that is only read, such as a frozen teacher, is allowed, because its parameters receive no gradient. A module
+that user code updates with its own optimizer is allowed if a `state_dict` contains it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainwright.user_code.locations import UserFiles, line_of_attribute
 
 
 class UserAttribute(NamedTuple):
-    """An attribute that user code has given a trainer or a task."""
+    """An attribute that user code has set on a trainer or a task."""
 
     owner: object
     name: str
@@ -30,7 +30,7 @@ class UserAttribute(NamedTuple):
 def user_attributes(owners: Iterable[tuple[object, Collection[str]]]) -> Iterator[UserAttribute]:
     """Yields the modules, parameters and optimizers among attributes, also those in a list, tuple or dict.
 
-    `owners` are objects, each with the names of the attributes that are not the user's.
+    `owners` are objects, each with the names of attributes that do not belong to the user.
     """
     kinds = (torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)
     for owner, ignored in owners:
@@ -53,8 +53,8 @@ def reject_outside(
 ) -> list[UserAttribute]:
     """Raises for parameters outside the model that have received a gradient and that no optimizer owns.
 
-    Raises also for an optimizer of the user's own if no `state_dict` of the trainer or the task (`has_state`) can
-    contain it; returns those optimizers otherwise.
+    Also raises for a custom optimizer if no `state_dict` of the trainer or the task (`has_state`) can contain it;
+    otherwise returns these optimizers.
     """
     known = {id(each) for each in (model, *model.modules(), *model.parameters(), *optimizers)}
     outside = [each for each in attributes if id(each.value) not in known]

@@ -1,7 +1,7 @@
-"""Where a run stands (`RunState`), and a batch with its number of samples (`Batch`).
+"""The progress of a run (`RunState`), and a batch with its number of samples (`Batch`).
 
-The trainer owns one RunState and is the only one that assigns its fields. Overridable methods of a trainer receive the
-collator's own batch; inside the loop it travels as a `Batch`.
+The trainer owns one RunState, and only the trainer assigns its fields. Overridable methods of a trainer receive the
+collator's own batch; inside the loop it is wrapped in a `Batch`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class RunState:
     data_start: int = 0
     """The position in the data at which the current step began."""
     has_unfinished_step: bool = False
-    """True from an update until it is evaluated and written. A run resumed in between completes that first."""
+    """True from an update until it is evaluated and written. A run that was resumed in between completes that first."""
     max_steps_at_end: int = 0
-    """The `max_steps` with which the run ended, by that limit, by `stop` or because the data ended; 0 before."""
+    """The `max_steps` of a run that has ended, by that limit, by `stop` or because the data ended; 0 before."""
     phase: Literal["between_steps", "in_step"] = "between_steps"
     """A step includes its evaluation and logging. `save()` called inside a step saves at its end."""
     stop_reason: str | None = None
-    """Why the run ended before its limit; known when the loop has ended."""
+    """The reason why the run ended before its limit; set when the loop has ended."""
     interrupted: bool = False
     """True if the run ended because of a signal; the same command continues it."""
     eval_logs: dict[str, float] = field(default_factory=dict)
@@ -58,20 +58,20 @@ class RunState:
     save_requested: bool = False
     """True if all ranks save at the end of this step."""
     save_requested_here: bool = False
-    """True if this rank has requested a checkpoint that the other ranks do not know of yet."""
+    """True if this rank has requested a checkpoint and the other ranks are not yet notified."""
 
     @property
     def step_eval_logs(self) -> dict[str, float]:
-        """The logs of an evaluation of the current step; empty if it was not evaluated."""
+        """The logs of an evaluation of the current step; empty if the step was not evaluated."""
         return self.eval_logs if self.evaluated_step == self.step else {}
 
     def restore_evaluation(self, logs: Mapping[str, float]) -> None:
-        """Continues with the evaluation of the restored step, if it had one."""
+        """Keeps the evaluation of the restored step, if there is one."""
         self.eval_logs, self.evaluated_step = dict(logs), self.step if logs else -1
         self.reported = set() if self.has_unfinished_step else set(logs)
 
     def discard_step(self) -> None:
-        """Drops what belongs to steps after the restored one."""
+        """Discards the state of steps after the restored one."""
         self.restore_evaluation({})
         self.save_requested = self.save_requested_here = False
         self.saved_step = -1
@@ -86,14 +86,15 @@ class Batch:
     num_samples: int
     """The weight of a plain loss or metric. 0 on a rank that repeats a sample only to take part in collectives."""
     key: object = None
-    """What distinguishes a micro-batch from the others of its step, such as its number; None for the whole batch."""
+    """A key that distinguishes a micro-batch from the others of its step, such as its number; None for the whole
+    batch."""
 
 
 def count_samples(value: Any, fetched: Batch | None) -> int:
     """Returns the number of samples of a batch that `next_train_inputs` returned.
 
-    `fetched` is the last batch that the iterator returned in this step. Its count holds for a batch with the same
-    dim 0; for other batches dim 0 of the tensors is the number of samples. A batch without a dim 0 is one sample, if
+    `fetched` is the last batch that the iterator returned in this step. Its count applies to a batch with the same dim
+    0; for other batches, dim 0 of the tensors is the number of samples. A batch without a dim 0 is one sample if
     nothing was fetched.
     """
     rows = num_rows(value)
@@ -105,7 +106,7 @@ def count_samples(value: Any, fetched: Batch | None) -> int:
 
 
 def num_rows(value: Any) -> int | None:
-    """Returns dim 0 of the first tensor or array of a batch that has one; None if there is none."""
+    """Returns dim 0 of the first tensor or array of a batch that has at least one dim; None if there is none."""
     leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim > 0)
     first = next(leaves, None)
     return None if first is None else first.shape[0]
@@ -124,7 +125,7 @@ def split_batch(batch: Batch, num_micro_batches: int, collator: Callable[..., An
         for part, (start, stop) in zip(parts, pairwise(bounds), strict=True):
             yield Batch(part, stop - start)
         return
-    length = max(num_samples, 1)  # a batch without samples of its own holds one row
+    length = max(num_samples, 1)  # a batch without samples contains one row
     _reject_unsplittable(batch.value, length, num_micro_batches)
     for start, stop in pairwise(bounds):
         # A micro-batch without samples repeats the first one with weight 0.
@@ -151,7 +152,7 @@ def _select(batch: Any, length: int, rows: slice) -> Any:
     def is_column(node: Any) -> bool:
         """True for a list with one entry per sample: scalars, or anything else, such as tensors of several lengths.
 
-        A pair of tensors is not a column, also in a batch of two; nor is the batch itself.
+        A pair of tensors is not a column, even in a batch of two, and neither is the batch itself.
         """
         is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
         if not is_list or len(node) != length:

@@ -1,7 +1,7 @@
-"""How the ranks leave the loop together: any rank may request it, and all follow the strongest request.
+"""Makes the ranks exit the loop together: any rank may request it, and all follow the strongest request.
 
-Requests may come at any time, from a hook, another thread or a signal handler. The ranks compare them once per step,
-with a message whose answer is one step old, so that no step waits for it.
+Requests may arrive at any time, from a hook, another thread or a signal handler. The ranks compare them once per step,
+with a message whose answer arrives one step later, so no step waits for it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ SECONDS_BETWEEN_CHECKS = 0.5
 
 
 class StopRequest(IntEnum):
-    """What a rank requests, the weaker first."""
+    """The request of a rank, in increasing strength."""
 
     NONE = 0
     STOP = 1
-    """End after this step as if it were the last: evaluated, written and saved."""
+    """End after this step as if it were the last one: evaluate, write and save it."""
     INTERRUPT = 2
-    """Save after this step and leave; the same command continues as if nothing had happened."""
+    """Save after this step and exit; the same command resumes the run."""
     FAIL = 3
-    """Leave with an error: saving has failed for good."""
+    """Exit with an error, because saving has failed permanently."""
 
 
 class StopSignal:
-    """This rank's requests, and what all ranks have decided."""
+    """This rank's requests, and the decision of all ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # One slot each: a signal handler may run between any two instructions and must not lose a request.
+        # One slot per request, because a signal handler may run between any two instructions and must not lose a
+        # request.
         self.reasons: dict[StopRequest, str] = {}
         """The requests of this rank, each with the first reason."""
         self._shared_reason: str | None = None
@@ -42,14 +43,14 @@ class StopSignal:
         self._checked_at = 0.0
 
     def request(self, request: StopRequest, reason: str) -> None:
-        """Requests to leave. The strongest request counts, and of equal ones the first.
+        """Requests to leave. The strongest request counts; of equally strong ones, the first.
 
-        Safe in a signal handler and in any thread.
+        May be called in a signal handler and in any thread.
         """
         self.reasons.setdefault(request, reason)
 
     def reset(self) -> None:
-        """Forgets all requests and decisions."""
+        """Clears all requests and decisions."""
         self.reasons.clear()
         self._shared_reason, self.decided, self._has_raised_flag = None, StopRequest.NONE, False
 
@@ -63,11 +64,11 @@ class StopSignal:
 
     @property
     def reason(self) -> str | None:
-        """Why this rank, or after `share_reason` any rank, requested to leave."""
+        """The reason of this rank's request, or after `share_reason` that of any rank."""
         return self._shared_reason or self.reasons.get(self._strongest)
 
     def vote(self, num_committed: int, save_requested: bool) -> tuple[int, bool]:
-        """Sends this rank's request, and what it knows of checkpoints; decides by the votes of the previous call.
+        """Sends this rank's request and its state of checkpoints; decides by the votes of the previous call.
 
         Returns the highest number of a committed save, and whether any rank has requested a checkpoint.
         """
@@ -76,9 +77,9 @@ class StopSignal:
         return committed, bool(requested)
 
     def must_leave_now(self) -> bool:
-        """Returns True if any rank was interrupted. For checks inside long work; no rank waits for another.
+        """Returns True if any rank was interrupted. For checks within long operations; no rank waits for another.
 
-        A rank without a request of its own asks by a message, at most twice per second.
+        A rank without a request asks by a message, at most twice per second.
         """
         if self._strongest >= StopRequest.INTERRUPT:
             if not self._has_raised_flag:
@@ -92,8 +93,8 @@ class StopSignal:
         return self._ranks.is_raised(self._flag)
 
     def begin(self) -> None:
-        """Begins a run: the ranks name the flag of `must_leave_now` and compare their requests."""
-        # A unique name: the store outlives this run if a process trains several times.
+        """Begins a run: the ranks agree on the name of the flag of `must_leave_now` and compare their requests."""
+        # A unique name, because the store outlives this run if a process trains several times.
         self._flag = f"leave/{self._ranks.broadcast(os.urandom(8).hex())}"
         self.compare_now()
 
@@ -102,6 +103,6 @@ class StopSignal:
         self.decide(StopRequest(max(self._ranks.gather(self._strongest))))
 
     def share_reason(self) -> None:
-        """Gives every rank the reason, which only the requesting rank knows; collective."""
+        """Sends the reason, which only the requesting rank has, to every rank; collective."""
         self._ranks.settle_votes()
         self._shared_reason = max(self._ranks.gather((int(self._strongest), self.reason or "")))[1] or None

@@ -1,6 +1,6 @@
-"""What is learned, apart from how: model, data, forward and metrics as one object.
+"""What is trained, independent of how: model, data, forward and metrics as one object.
 
-The default task calls the model with the batch. How updates are made is in trainer.py.
+The default task calls the model with the batch. trainer.py defines how updates are made.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from trainwright.user_code.signatures import accepts_argument, first_argument, r
 
 
 class Task:
-    """What is learned. Override what differs; by default the config's sections decide.
+    """What is learned. Override the methods that differ; by default, the config's sections apply.
 
-    `build_model` and `build_dataset` count only where they are overridden, and then take precedence over the `model`
+    `build_model` and `build_dataset` are called only if they are overridden; they then take precedence over the `model`
     and `data` sections. `aggregate_logs` and `reduce_aggregated_logs` are for metrics that are not means.
     """
 
     def build_model(self) -> torch.nn.Module:
         """Builds the model, on the CPU, without loading weights."""
-        raise AssertionError("called only where overridden")
+        raise AssertionError("called only if overridden")
 
     def build_dataset(self, split: str) -> Any:
-        """Builds the dataset of a split, "train" or the name of an evaluation set; returns None if there is none."""
-        raise AssertionError("called only where overridden")
+        """Builds the dataset of a split, "train" or the name of an evaluation set; returns None if it does not
+        exist."""
+        raise AssertionError("called only if overridden")
 
     def forward(self, model: torch.nn.Module, batch: Any) -> Any:
         """Runs the model on a micro-batch; see `Trainer.forward` for what may be returned.
 
-        A model whose forward does not accept `labels` is called without them: its `criterion` receives them.
+        A model whose forward does not accept `labels` is called without them; its `criterion` receives them.
         """
         if not isinstance(batch, Mapping):
             raise DataError(
@@ -59,16 +60,16 @@ class Task:
     def aggregate_logs(self, state: Any, outputs: Mapping[str, Any]) -> Any:
         """Adds one batch of an evaluation to the state (None at first) and returns it.
 
-        `outputs` holds per-sample tensors of all ranks in sample order on the host, scalars, and passthrough objects.
+        `outputs` has per-sample tensors of all ranks in sample order on the host, scalars, and passthrough objects.
         """
-        raise AssertionError("called only where overridden")
+        raise AssertionError("called only if overridden")
 
     def reduce_aggregated_logs(self, state: Any, step: int) -> dict[str, Any]:
         """Returns the final logs of an evaluation from the aggregated state."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs of this object; see `Trainer.state_dict`."""
+        """Returns the state of this object that a resumed run needs; see `Trainer.state_dict`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -76,7 +77,7 @@ class Task:
 
 
 def advise_fields(batch: Any, forward: Callable[..., Any]) -> str:
-    """Returns the start of an advice that ends with `return a dict`: how to name the elements of tuple samples."""
+    """Returns the beginning of advice that ends with `return a dict`: how to name the elements of tuple samples."""
     if not isinstance(batch, (tuple, list)) or not batch:
         return "Return"
     names = getattr(batch, "_fields", None)

@@ -1,4 +1,4 @@
-"""The loop: steps, then what follows each of them, in the order in which it runs.
+"""The loop: the steps, and the work at the end of each step, in the order of execution.
 
     train() → next_train_inputs → train_step → run_forward → forward → Task.forward → model
                                              → Update.backward, Update.apply (update.py)
@@ -133,21 +133,21 @@ class Builder(Protocol):
         """The `task` section, or the default task."""
 
     def options(self) -> Any:
-        """The values of the trainer's `options_section`; None without one."""
+        """The values of the trainer's `options_section`; None if it has none."""
 
     def model(self) -> torch.nn.Module:
         """The `model` section, or the task's model; on the CPU, initialized with the run's seed."""
 
     def first_model(self) -> torch.nn.Module:
-        """The model again, with the weights that it has before the first step."""
+        """Another copy of the model, with its weights before the first step."""
 
     def model_of(self, label: str, section: Mapping[str, Any]) -> torch.nn.Module:
-        """The model of a further model section, which is the setting `label`."""
+        """The model of another model section; `label` is the setting."""
 
     def part(self, kind: str, label: str, section: Mapping[str, Any], *, called_with: Sequence[str] = ()) -> Any:
-        """The object of a further component, which is the setting `label`.
+        """The object of another component; `label` is the setting.
 
-        A function that has one of the parameters `called_with` is not called, but is itself the object.
+        A function that has one of the parameters `called_with` is itself the object and is not called.
         """
 
     def optimizers(self, model: torch.nn.Module) -> Mapping[str, torch.optim.Optimizer]:
@@ -169,12 +169,12 @@ class Builder(Protocol):
         """The default hooks, then those of the `hooks` section."""
 
     def writers(self) -> list[Writer]:
-        """The `writers` section; empty on all ranks but the first."""
+        """The `writers` section; empty on all ranks except the first."""
 
 
 @dataclass(frozen=True)
 class TrainerContext:
-    """What a Trainer needs besides its named arguments. A user's trainer passes it on unread, in `**rest`."""
+    """What a Trainer needs in addition to its named arguments. A custom trainer passes it on in `**rest`."""
 
     backend: Backend
     ranks: Ranks
@@ -216,7 +216,7 @@ class TrainIterator(Iterator[Any]):
         self.fetched = Batch(None, 0)
         """The last batch."""
         self.num_ignored = self.num_unlabelled = 0
-        """The labels of this step on this rank that are ignored, and the rows without any other."""
+        """The numbers of ignored labels of this step on this rank, and of rows in which all labels are ignored."""
 
     def __next__(self) -> Any:
         value = next(self._batches)
@@ -227,7 +227,7 @@ class TrainIterator(Iterator[Any]):
         return value
 
     def restart(self) -> None:
-        """Drops prefetched batches: the data was set to another position."""
+        """Discards prefetched batches, because the data was set to another position."""
         self._batches.close()
         self._batches = self._data.batches(self._to_device)
 
@@ -265,9 +265,10 @@ class Trainer:
     known_eval_names: ClassVar[tuple[str, ...]] = ("loss",)
     """The values of an evaluation set without configured metrics, as far as the class determines them."""
     varying_memory: ClassVar[str] = ""
-    """The reason why steps need different amounts of memory, which rejects `auto` settings; "" if they do not."""
+    """The reason why steps need different amounts of memory, for which `auto` settings are rejected; "" if they do
+    not."""
     options_section: ClassVar[type[Section] | None] = None
-    """The further keys of the `trainer` section that a built-in trainer has, with types and defaults."""
+    """The additional keys of the `trainer` section of a built-in trainer, with types and defaults."""
 
     def __init__(
         self,
@@ -337,9 +338,9 @@ class Trainer:
         self._is_training = False
         self._has_warned_of_loss = self._has_warned_of_optimizers = self._has_warned_of_mode = False
         self._unstored_media: set[str] = set()
-        """What the log has warned of: no writer stores it."""
+        """The warnings that were logged; no writer stores them."""
         self._next_due = 0
-        """Steps before this one have nothing due by the config's periods, unless an epoch ends."""
+        """Before this step, nothing is due by the config's periods unless an epoch ends."""
         periods = [config.evaluation.every_epochs, config.checkpoint.every_epochs, config.log.every_epochs]
         self._has_parts_of_epochs = any(every is not None and every % 1 != 0 for every in periods)
         """True if a period is a fraction of an epoch."""
@@ -350,15 +351,15 @@ class Trainer:
         self._find_epoch_ends(has_period=any(periods) or any(by_epoch))
         self._keeps_optimizer_settings = False
         self._last_changed_step = -1
-        """The last checkpoint that has other settings than this run, which were accepted; -1 without one."""
+        """The last checkpoint with settings that differ from this run's and were accepted; -1 if there is none."""
         self._has_only_weights = False
         self._has_loaded_weights = False
-        """True while the model has the weights of a checkpoint, averaged or not, for an evaluation."""
+        """True while the model has weights of a checkpoint, averaged or not, for an evaluation."""
         self._loaded_weights: str | None = None
         self._saved_generators: Mapping[str, Any] | None = None
         self._unclaimed_hook_state: dict[str, Any] = {}
         self._seed_chain, self._draws = chain_seed(config.seed, _STEP_STREAM), self.ranks.mesh.draws
-        # Checked against the first training forward, so that a wrong name does not wait for the first evaluation.
+        # Checked against the first training forward, so that a wrong name raises before the first evaluation.
         has_own_inputs = overrides(self, "eval_step", Trainer) or overrides(self, "next_eval_inputs", Trainer)
         self._unchecked_metrics = [] if has_own_inputs else list(context.metrics)
         own_steps = ("train_step", "micro_batches", "begin_update")
@@ -379,13 +380,13 @@ class Trainer:
         self._own_attributes = frozenset({*vars(self), "_own_attributes"} - set_before)
         self.post_init()
 
-    if not TYPE_CHECKING:  # for mypy a class with this method has every attribute
+    if not TYPE_CHECKING:  # with this method, mypy would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            if not torch.compiler.is_compiling():  # Python's own error is not part of a graph
+            if not torch.compiler.is_compiling():  # Python's own error would not be part of a graph
                 check_constructed(self, name)
                 explain_attribute(self, name)
-            return object.__getattribute__(self, name)  # raises what Python would raise
+            return object.__getattribute__(self, name)  # raises Python's own error
 
     @property
     def should_stop(self) -> Any:
@@ -402,11 +403,11 @@ class Trainer:
             )
         vars(self)["should_stop"] = value
 
-    # Construction: `build` offers the defaults; return something else to change them.
+    # Construction: `build` provides the defaults; return another object to change them.
 
     @classmethod
     def build_task(cls, build: Builder) -> Task:
-        """Returns what is learned."""
+        """Returns the task."""
         return build.task()
 
     @classmethod
@@ -418,7 +419,7 @@ class Trainer:
     def build_parts(cls, build: Builder) -> Mapping[str, Any]:
         """Returns further objects that the trainer uses, by name, such as rewards. `context.parts` has them.
 
-        Called first, so that it can reject settings before a model is built.
+        Called first, so that settings can be rejected before a model is built.
         """
         return {}
 
@@ -426,8 +427,8 @@ class Trainer:
     def build_frozen_models(cls, build: Builder, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
         """Returns models that the trainer evaluates and never trains, by name, on the CPU: a reference, a teacher.
 
-        They are frozen, in evaluation mode, sharded like the model, and in no checkpoint: each start builds them
-        again, and compares their weights with those of the run's first start. `context.frozen_models` has them.
+        They are frozen, in evaluation mode, sharded like the model, and not saved: each start builds them again and
+        compares their weights with those of the run's first start. `context.frozen_models` has them.
         """
         return {}
 
@@ -470,20 +471,21 @@ class Trainer:
         """Called at the end of construction, before any state is restored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs of this object: nested dicts and lists of numbers, strings and tensors.
+        """Returns the state of this object that a resumed run needs: nested dicts and lists of numbers, strings and
+        tensors.
 
-        It is saved with each checkpoint, for each data rank, and loaded back after each evaluation set, so that an
-        evaluation does not change it. No `super()` is needed.
+        It is saved in each checkpoint, for each data rank, and loaded after each evaluation set, so an evaluation does
+        not change it. No `super()` is needed.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores `state_dict`: after `post_init` and before `before_train`, and again after a rollback.
 
-        Tensors of a checkpoint come in main memory: move them to `self.device`.
+        Tensors of a checkpoint are in host memory: move them to `self.device`.
         """
 
-    # What user code may read.
+    # Attributes for user code.
 
     @property
     def step(self) -> int:
@@ -536,7 +538,7 @@ class Trainer:
 
     @property
     def window_logs(self) -> dict[str, Any]:
-        """The merged values of the window that has just ended, for `train_loop_end`."""
+        """The merged values of the window that just ended, for `train_loop_end`."""
         return self._window_logs
 
     @property
@@ -547,7 +549,8 @@ class Trainer:
 
     @property
     def has_only_weights(self) -> bool:
-        """True if it was restored from a checkpoint of `checkpoint.contents: weights`; then it cannot train."""
+        """True if the trainer was restored from a checkpoint of `checkpoint.contents: weights` and therefore cannot
+        train."""
         return self._has_only_weights
 
     @property
@@ -557,7 +560,7 @@ class Trainer:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run ends before its limit, if it does."""
+        """The reason why the run ends before its limit, if it does."""
         return self._state.stop_reason or self._stop_signal.reason
 
     @property
@@ -577,7 +580,7 @@ class Trainer:
 
     @property
     def metric_names(self) -> MetricNames:
-        """The names that evaluations give, for settings such as `checkpoint.keep_best.metric` that refer to one."""
+        """The names that evaluations return, for settings such as `checkpoint.keep_best.metric` that refer to one."""
         own = ("eval_step", "eval_end", "next_eval_inputs", "forward", "read_outputs", "add_metrics")
         section, forward = self.config.model, type(self.model).forward
         adds_names = (
@@ -605,7 +608,7 @@ class Trainer:
 
     @property
     def benchmark_results(self) -> Sequence[BenchmarkResult]:
-        """The results of the benchmarks of the last evaluation, with the samples that the run folder has."""
+        """The results of the benchmarks of the last evaluation, with the samples that are written to the run folder."""
         return tuple(self._evaluator.benchmark_results)
 
     @property
@@ -656,7 +659,7 @@ class Trainer:
     # Inputs.
 
     def next_train_inputs(self, iterator: Iterator[Any]) -> Any:
-        """Returns the batch of the next update; each `next` is one global batch, already on the device.
+        """Returns the batch of the next update; each `next` returns one global batch, already on the device.
 
         Without a dataset (`data.train: null`) an override makes the batch; dim 0 of its tensors is the number of
         samples.
@@ -664,7 +667,7 @@ class Trainer:
         return next(iterator)
 
     def next_eval_inputs(self, iterator: Iterator[Any]) -> tuple[Any, dict[str, Any]]:
-        """Returns (batch, passthrough logs); the latter stay on the host and join the step's logs."""
+        """Returns (batch, passthrough logs); the latter stay on the host and are added to the step's logs."""
         return next(iterator), {}
 
     def set_batch(self, value: Any, num_samples: int) -> None:
@@ -677,14 +680,14 @@ class Trainer:
         """Returns the loss of a micro-batch; its arguments are the keys of the batch.
 
         It may return the loss (a tensor or a `Mean`), `(loss, metrics)`, a mapping with `loss`, or an object with
-        `.loss`. Metrics are numbers, one-element tensors or Means by name, and are averaged over the log window. Where
-        the loss is None, `trainer.loss` or the model's `criterion` computes it from the outputs and the labels.
-        Evaluations call it too, without gradients.
+        `.loss`. Metrics are numbers, one-element tensors or Means by name, and are averaged over the log window. If the
+        loss is None, `trainer.loss` or the model's `criterion` computes it from the outputs and the labels. Evaluations
+        call it too, without gradients.
         """
         return self.read_outputs(self.task.forward(self.model, batch), batch)
 
     def read_outputs(self, outputs: Any, batch: Any) -> Any:
-        """Returns what `forward` returns for these outputs of the task, by default the outputs themselves.
+        """Returns the result of `forward` for these outputs of the task, by default the outputs themselves.
 
         In a pipeline it is called with the outputs of the last stage, instead of `forward`.
         """
@@ -729,7 +732,7 @@ class Trainer:
         return update
 
     def micro_batches(self, batch: Any) -> Iterator[Any]:
-        """Yields the micro-batches of this rank's batch, equally many on every rank."""
+        """Yields the micro-batches of this rank's batch, the same number on every rank."""
         if self.num_micro_batches == 1:
             yield batch
             return
@@ -746,7 +749,8 @@ class Trainer:
         self._make_current(whole)
 
     def _count_micro_batches(self, batch: Any) -> Iterator[Any]:
-        """Yields those of a user's `micro_batches`, which need not call `set_batch`: losses are averaged over them."""
+        """Yields the micro-batches of a custom `micro_batches`, which need not call `set_batch`: losses are averaged
+        over them."""
         whole = before = self._batch
         for number, value in enumerate(type(self).micro_batches(self, batch)):
             if self._batch is before:
@@ -767,7 +771,7 @@ class Trainer:
             return False
         unowned = unowned_parameters(self.model, self.optimizers)
         self._frozen = {name: each for name, each in self._frozen.items() if name in unowned}
-        added = {name: each for name, each in added.items() if name in unowned}  # a hook may have added some itself
+        added = {name: each for name, each in added.items() if name in unowned}  # a hook may have added some already
         if updater.pipeline is not None:
             raise ConfigError(
                 f"{next(iter(added))} has become trainable, but a pipeline cannot train further parameters during a "
@@ -791,9 +795,9 @@ class Trainer:
     def _read_batch(self, value: Any, fetched: Batch | None) -> Batch:
         """Returns a batch of an overridden `next_train_inputs`, with its number of samples.
 
-        `fetched` is the last batch that it fetched in this step, None if it made the batch without one. Such a batch
-        may have any number of samples; the ranks then agree on the size of the update and on the number of
-        micro-batches. Raises StopIteration if another rank has none.
+        `fetched` is the last batch that it fetched in this step; None if it made the batch without fetching. Such a
+        batch may have any number of samples; the ranks then agree on the size of the update and on the number of
+        micro-batches. Raises StopIteration if another rank has no batch.
         """
         value = plain_mappings(value)
         num_samples = count_samples(value, fetched)
@@ -818,12 +822,12 @@ class Trainer:
             update.num_samples, update.micro_batch = batch.num_samples, batch.key
 
     def run_forward(self, batch: Any) -> ForwardResult:
-        """Runs `forward` in the run's precision and reads what it returned."""
+        """Runs `forward` in the run's precision and reads its result."""
         trace = self.heartbeat.trace
         if trace is not None:
             trace.enter_part("forward")
         num_samples = self._batch.num_samples
-        # A copy of every weight in low precision must not outlive its gathering for one layer (FSDP).
+        # Low-precision copies of weights must not outlive the gathering of one layer (FSDP).
         with self.autocast():
             try:
                 if self._compiled is not None:
@@ -859,7 +863,7 @@ class Trainer:
         return self.read_outputs(self.task.forward(self.model, batch), batch)
 
     def _read_stage_outputs(self, outputs: Any, micro_batch: Batch) -> ForwardResult:
-        """Reads what the last stage of a pipeline returned."""
+        """Reads the result of the last stage of a pipeline."""
         batch = micro_batch.value
         try:
             returned = self.read_outputs(outputs, batch)
@@ -903,7 +907,7 @@ class Trainer:
         """Called when a log window begins."""
 
     def train_loop_end(self) -> dict[str, Any]:
-        """Returns the logs of the window that ends: they become its line."""
+        """Returns the logs of the window that ends, which become its line."""
         return self._window_logs
 
     # Public methods.
@@ -923,7 +927,7 @@ class Trainer:
             logger.info(done, ended, state.step, remedy, start_again)
             return state.eval_logs
         graph = self._make_graph_step() if self.config.runtime.mode == "graph" else None
-        # Of ranks that share samples one counts them; of the loss of all ranks each stores its share.
+        # Of ranks that share samples, one counts them; each rank stores its share of the loss of all ranks.
         is_loss_rank, share = self.ranks.mesh.is_loss_rank, 1.0 / self.ranks.size
         without_graphs = nullcontext() if graph is None else closing(graph)
         iterating = TrainIterator(data, self.batches_to_device)
@@ -957,8 +961,8 @@ class Trainer:
                         batch = fetched.value
                 except StopIteration:
                     if isinstance(data, MadeBatches) and not data.has_ended:
-                        data.add_batch(None)  # the other ranks learn of it there
-                    if self._respond_to_anomalies():  # one that was not checked for yet
+                        data.add_batch(None)  # the other ranks are notified there
+                    if self._respond_to_anomalies():  # not checked yet
                         self._continue_after_rollback(iterator, graph)
                         continue
                     self._end_with_data()
@@ -1010,9 +1014,9 @@ class Trainer:
     def save(self) -> Path | RemotePath:
         """Saves a checkpoint of this step, on every rank, and returns its folder.
 
-        It is written in the background: `after_save` is called when it is committed. During a step it is saved at the
-        end of the step, after every hook; with several processes, of which one may request it for all, at the end of
-        the next one. Outside `train` it is committed when this returns.
+        It is written in the background; `after_save` is called when it is committed. If it is called during a step, the
+        checkpoint is saved at the end of the step, after every hook; with several processes, of which one may request
+        it for all, at the end of the next step. Outside `train`, it is committed when this method returns.
         """
         state = self._state
         path = self.context.store.path(state.step)
@@ -1044,16 +1048,16 @@ class Trainer:
         self.ranks.barrier()
 
     def plot(self, *names: str, ax: Any = None) -> Any:
-        """Draws values of the log over the steps with matplotlib and returns the axes: `plot("loss", "valid/loss")`.
+        """Plots logged values over the steps with matplotlib and returns the axes: `plot("loss", "valid/loss")`.
 
-        Without names it draws the losses. `ax` are axes to draw in; by default a figure is created.
+        Without names, it plots the losses. `ax` are the axes to plot into; by default, a figure is created.
         """
         curves = self._curves()
         losses = [name for name in curves if name.rpartition("/")[2] == "loss"]
         return plot_curves(curves, names or losses or ["loss"], ax=ax)
 
     def _repr_html_(self) -> str:
-        """Returns the run as a notebook shows it: progress, losses and last values."""
+        """Returns the display of the run for a notebook: progress, losses and last values."""
         curves = self._curves()
         return run_html(
             self.config.name,
@@ -1065,7 +1069,7 @@ class Trainer:
         )
 
     def _curves(self) -> dict[str, list[tuple[int, float]]]:
-        """Returns the numbers of the log by name, with their steps; the storage has those that no file has."""
+        """Returns the logged numbers by name, with their steps; numbers that are in no file come from the storage."""
         found = read_history(self.folder)
         for name in self.storage.latest():
             points = [(step, value) for step, value in self.storage.history(name) if isinstance(value, int | float)]
@@ -1081,17 +1085,17 @@ class Trainer:
         self.backend.seed(chain_seed(self._state.step, *self._draws, state=self._seed_chain) >> 1)
 
     def stop(self, reason: str) -> None:
-        """Ends the run after this step, as if it were the last: evaluated, written and saved.
+        """Ends the run after this step, which is evaluated, written and saved like the last one.
 
         Any rank may call it; after an evaluation all ranks stop at once, otherwise one step later.
         """
         self._stop_signal.request(StopRequest.STOP, reason)
 
     def interrupt(self, reason: str) -> None:
-        """Saves after this step and leaves; running the same command again continues as if nothing had happened."""
+        """Saves after this step and exits; running the same command again resumes the run."""
         self._stop_signal.request(StopRequest.INTERRUPT, reason)
 
-    # What build/ and api/ decide about a trainer.
+    # Methods for build/ and api/.
 
     def set_max_steps(self, max_steps: int) -> None:
         """Changes the limit; schedules follow."""
@@ -1099,7 +1103,7 @@ class Trainer:
         self.config = self.config.derive({"trainer.max_steps": max_steps})
 
     def set_num_micro_batches(self, number: int, *, limit: int | None = None) -> None:
-        """Splits batches into another number of micro-batches, of which a trial step may run only the first."""
+        """Splits batches into another number of micro-batches; a trial step may run only the first."""
         self.num_micro_batches, self._max_micro_batches = number, limit
 
     def reopen(self) -> None:
@@ -1116,7 +1120,8 @@ class Trainer:
         self.config = self.config.derive({"evaluation.every_steps": None, "evaluation.every_epochs": None})
 
     def restore_checkpoint(self, step: int, *, keep_settings: bool = False) -> None:
-        """Restores the state of a checkpoint; every rank reads it. One that has only weights cannot be trained from.
+        """Restores the state of a checkpoint; every rank reads it. A checkpoint that has only weights cannot be used to
+        resume training.
 
         Each rank verifies what it reads, and raises if another one cannot read its part.
 
@@ -1169,7 +1174,8 @@ class Trainer:
 
     @contextmanager
     def _starting(self) -> Iterator[Callable[[], None]]:
-        """Shows the progress to the first log line, which may take long; yields a function to call after each step."""
+        """Shows the progress until the first log line, which may take long; yields a function to call after each
+        step."""
         step, every = self._state.step, self.config.log.every_steps
         left = min(self.max_steps - step, 1 if every is None else every - step % every)
         what = "Starting" if self.config.runtime.mode == "eager" else "Compiling and starting"
@@ -1187,7 +1193,7 @@ class Trainer:
         """Sets a model in eval mode to train mode, and returns the modules that are in train mode.
 
         `from_pretrained` of transformers returns models in eval mode, without dropout. Modules in eval mode within a
-        model in train mode stay so, such as frozen normalization layers.
+        model in train mode stay in eval mode, such as frozen normalization layers.
         """
         if not self.model.training:
             self.model.train()
@@ -1196,7 +1202,7 @@ class Trainer:
         return [module for module in self.model.modules() if module.training] if self.model.training else []
 
     def _restore_train_mode(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Undoes a `model.eval()` that a hook or a step has left behind, and warns of the first."""
+        """Reverts a `model.eval()` of a hook or a step that was not reverted, and warns once."""
         for module in modules:
             module.training = True
         if not self._has_warned_of_mode and self.ranks.is_first:
@@ -1209,7 +1215,7 @@ class Trainer:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Runs before_train and after_train around the loop, and closes hooks and writers whatever happens."""
+        """Runs before_train and after_train around the loop, and closes hooks and writers in any case."""
         hooks, lock = self._hook_calls, FolderLock(self.folder, enabled=self.ranks.is_first)
         products = self.backend.float32_products(tf32=self.config.runtime.tf32)
         with run_log() as open_logs, outlive_console(), lock, self.storage, self._garbage, products:
@@ -1222,7 +1228,7 @@ class Trainer:
                 self._begin_writing()
                 hooks.call("before_train")
                 contents.reject_unsavable(hooks.keyed(), self._stateful.values())
-                if self._saved_generators is not None:  # only now: a hook may draw numbers in before_train
+                if self._saved_generators is not None:  # only here, because a hook may draw numbers in before_train
                     contents.restore_generators(self._saved_generators)
                 if self._anomalies.may_roll_back:
                     self._take_snapshot()  # there may be no checkpoint yet
@@ -1246,7 +1252,7 @@ class Trainer:
                 self.heartbeat.enter("leave", self._state.step)
                 self._is_training, self._state.phase = False, "between_steps"
                 self._checkpointing.close()
-                # A failure to close must hide neither the run's own error nor prevent the others from closing.
+                # A failure to close must not hide the run's own error, or prevent the others from closing.
                 for problem in [*hooks.call_all("close"), *call_each([each.close for each in self._writers])]:
                     logger.error("A hook or writer failed to close: %s", problem)
             if self.ranks.is_first and not self._state.interrupted:
@@ -1262,7 +1268,7 @@ class Trainer:
             name=self.config.name,
             id=run_id(self.folder),
             folder=self.folder,
-            # A step that was saved before it was written is written again.
+            # A step that was saved before it was written is then written.
             step=state.step - state.has_unfinished_step,
             is_resumed=state.step > 0,
             backend=self.backend,
@@ -1271,7 +1277,7 @@ class Trainer:
             writer.begin(run)
 
     def _explain_memory(self, error: Exception) -> OutOfMemory:
-        """Writes what holds the memory and which settings could change it; returns an error that says so."""
+        """Writes a report of the memory by module and of settings that could reduce it; returns the error to raise."""
         phase, step, _ = self.heartbeat.current
         return out_of_memory(
             error,
@@ -1286,7 +1292,7 @@ class Trainer:
         )
 
     def _end_with_data(self) -> None:
-        """Ends the last step again, now as the last of the run: its evaluation gets a line of its own."""
+        """Ends the last step again, now as the last step of the run: its evaluation is written as a separate line."""
         self.stop("the training data ended")
         self._stop_signal.decide(StopRequest.STOP)
         self.storage.step, self._state.epoch_ended = self._state.step, False  # after_epoch was called
@@ -1295,7 +1301,7 @@ class Trainer:
     def _note_ignored(self, iterator: TrainIterator) -> None:
         """Counts the rows of a step without labels; raises if its loss depends on how the batch was split.
 
-        The labels were counted on the host, before they were copied to the device: nothing waits for it.
+        The labels were counted on the host, before they were copied to the device, so nothing synchronizes.
         """
         mesh = self.ranks.mesh
         is_split = self.num_micro_batches > 1 or mesh.num_data_ranks > 1
@@ -1306,7 +1312,7 @@ class Trainer:
         iterator.num_ignored = iterator.num_unlabelled = 0
 
     def _repeat_step(self, batch: Any) -> Any:
-        """Repeats the current step for an optimizer that computes the loss again."""
+        """Repeats the current step for an optimizer that recomputes the loss."""
         with self._around_step:
             return self.train_step(batch)
 
@@ -1317,7 +1323,8 @@ class Trainer:
     # The end of a step.
 
     def _find_epoch_ends(self, *, has_period: bool) -> None:
-        """Makes a stream read ahead if something depends on the end of an epoch; raises if there are no epochs."""
+        """Makes a stream read ahead if a setting or a hook depends on the end of an epoch; raises if there are no
+        epochs."""
         data, events = self.train_data, ("before_epoch", "after_epoch")
         owner = next((hook for event in events for hook in self._hook_calls.owners(event)), None)
         if owner is not None and isinstance(data, MadeBatches):
@@ -1331,7 +1338,7 @@ class Trainer:
             data.looks_ahead |= has_period or owner is not None
 
     def _vote(self) -> None:
-        """Compares the requests of all ranks, and notices checkpoints that were committed since."""
+        """Compares the requests of all ranks, and detects checkpoints that were committed since the last call."""
         state, checkpointing = self._state, self._checkpointing
         self.heartbeat.enter("vote")
         is_alone = self.ranks.size == 1 and not self._stop_signal.reasons
@@ -1349,7 +1356,7 @@ class Trainer:
             checkpointing.raise_failure()
 
     def _end_step(self) -> bool:
-        """Evaluates, writes and saves what is due; returns False if the run rolled back instead."""
+        """Evaluates, writes and saves if due; returns False if the run rolled back instead."""
         state = self._state
         if self._is_nothing_due():
             state.has_unfinished_step, state.max_steps_at_end, state.phase = False, 0, "between_steps"
@@ -1360,7 +1367,7 @@ class Trainer:
             return True
         state.phase = "in_step"
         self._reject_outside_model()
-        # Before the host waits: the device still has work, which hides the collection.
+        # Before the host waits: the device is still busy, which hides the collection.
         self._garbage.tidy(is_due=self._is_write_due())
         if self._must_check_anomalies() and self._respond_to_anomalies():
             return False
@@ -1397,7 +1404,7 @@ class Trainer:
         return True
 
     def _reject_outside_model(self) -> None:
-        """Raises for parameters of the trainer or the task that are trained, but not a part of the model."""
+        """Raises for parameters of the trainer or the task that are trained but not part of the model."""
         found = list(user_attributes([(self, self._own_attributes), (self.task, ())]))
         if not found:
             return
@@ -1408,7 +1415,7 @@ class Trainer:
             logger.warning("%s: its gradients are not summed over the %d ranks.", own[0], self.ranks.size)
 
     def _is_nothing_due(self) -> bool:
-        """Returns True for most steps: nothing to check, evaluate, write or save."""
+        """Returns True if there is nothing to check, evaluate, write or save, as for most steps."""
         state, step, detector = self._state, self._state.step, self._updater.detector
         if step < self._next_due and step < self.max_steps and not (self._stop_signal.decided or state.epoch_ended):
             found = detector is not None and detector.has_found
@@ -1508,7 +1515,7 @@ class Trainer:
         return None if self.ranks.broadcast(failure) is not None else best
 
     def _evaluate_step(self, sets: Mapping[str, EvaluatedSet]) -> dict[str, float]:
-        """Evaluates a step; an interruption may leave it, because a resumed run evaluates it again."""
+        """Evaluates a step; an interruption may abandon the evaluation, because a resumed run repeats it."""
         averaged = self._weights_to_evaluate(self._hook_calls)
         return self._evaluator.evaluate(sets, self._hook_calls, averaged=averaged, can_be_abandoned=self._is_training)
 
@@ -1518,14 +1525,14 @@ class Trainer:
         return averaged if is_evaluated and not self._has_loaded_weights else {}
 
     def _write_after_failure(self) -> None:
-        """Writes the line of a step whose evaluation failed; a resumed run replaces it by a complete one."""
+        """Writes the line of a step whose evaluation failed; a resumed run replaces it with a complete one."""
         try:
             self._write_if_due()
         except Exception as error:  # the evaluation's own error is raised
             logger.error("The line of step %d could not be written: %s", self._state.step, error)
 
     def _averaged_weights(self, hooks: HookCalls) -> tuple[Mapping[str, torch.Tensor], bool]:
-        """Returns the weights of a hook, or of an optimizer that evaluates with others than it trains."""
+        """Returns the weights of a hook, or of an optimizer that evaluates with other weights than it trains."""
         found = hooks.averaged_weights()
         optimizers = [each for each in self.optimizers.values() if has_eval_weights(each)]
         if not optimizers:
@@ -1549,7 +1556,7 @@ class Trainer:
                 storage.put_scalar(f"samples/{name}", count, smoothing_hint=False)
         if ranks.mesh.is_split:
             storage.gather_shards(ranks.gather)
-        # Of the other ranks only those of stages and shards have images, histograms or texts.
+        # Of the other ranks, only those with stages or shards have images, histograms or texts.
         has_media = storage.has_media and not ranks.is_first
         gathered = ranks.gather((storage.take_window() if is_due else {}, has_media))
         if is_due:
@@ -1577,7 +1584,7 @@ class Trainer:
                     writer.write(storage)
 
     def _count_unlabelled(self, window: Window) -> None:
-        """Logs the rows of a window without a label to learn from, and the updates skipped for lack of one."""
+        """Logs the number of rows of a window without labels, and of updates that were skipped because of it."""
         if _UNLABELLED in window:
             self._window_logs[_UNLABELLED] = int(sum(total for total, _ in window[_UNLABELLED].steps.values()))
         steps = [step for step, (_, weight) in window["loss"].steps.items() if not weight] if "loss" in window else []
@@ -1594,7 +1601,7 @@ class Trainer:
             )
 
     def _warn_of_loss(self, loss: Any) -> None:
-        """Warns once of a logged loss that is not finite; updates that were skipped are such a case."""
+        """Warns once about a logged loss that is not finite, for example because updates were skipped."""
         if isinstance(loss, float) and not math.isfinite(loss) and not self._has_warned_of_loss:
             self._has_warned_of_loss = True
             if self.ranks.is_first:
@@ -1607,14 +1614,14 @@ class Trainer:
     # Saving and restoring.
 
     def _collect_state(self, *, for_rollback: bool = False) -> dict[str, Any]:
-        """Returns what a checkpoint of this step contains; shares memory with the live state.
+        """Returns the contents of a checkpoint of this step; shares memory with the live state.
 
-        A copy `for_rollback` has everything, whatever checkpoints contain. The same on every rank except for what is
-        sharded: each rank has its shard, as a DTensor or by stages.
+        A copy `for_rollback` has everything, independent of `checkpoint.contents`. The same on every rank, except that
+        each rank has its own shards, as DTensors or by stages.
         """
         ranks, data, base = self.ranks, self.train_data, self.context.base
         assert data is not None
-        # What is saved is what every rank continues with.
+        # The saved state is the one that every rank continues with.
         copy_from_first([each for each in self.model.buffers() if not is_split(each)], ranks)
         if ranks.mesh.is_split:
             self.storage.gather_shards(ranks.gather)
@@ -1646,7 +1653,7 @@ class Trainer:
         )
 
     def _load_model(self, step: int, other_stages: Sequence[str]) -> None:
-        """Loads a checkpoint's trained weights; those that it stores by reference are the ones of the built model."""
+        """Loads a checkpoint's trained weights; weights that it stores by reference are those of the built model."""
         store, source = self.context.store, self.context.store.path(step)
         state: Mapping[str, Any] = store.read_split(step, "model")
         recorded, present = contents.read_references(store, step), list[str]()
@@ -1657,9 +1664,9 @@ class Trainer:
         contents.load_model_state(state, self.model, source=str(source), other_stages=other_stages, present=present)
 
     def _restore_state(self, read: Callable[[str], Any], other_stages: Sequence[str]) -> None:
-        """Restores a state of which `read` gives the parts `optimizers` and `training`.
+        """Restores a state; `read` returns its parts `optimizers` and `training`.
 
-        Their tensors may be full or sharded, however those of the trainer are.
+        Their tensors may be full or sharded, independent of the trainer's.
         """
         state, data, ranks = self._state, self.train_data, self.ranks
         assert data is not None
@@ -1701,17 +1708,17 @@ class Trainer:
     def _restore_trainable(
         self, saved: Mapping[str, Any], optimizers: Mapping[str, Any], *, keep_settings: bool
     ) -> None:
-        """Makes the parameters trainable that were so in the checkpoint, and no others."""
+        """Makes exactly the parameters trainable that were trainable in the checkpoint."""
         parameters, names = dict(self.model.named_parameters()), set(saved["names"])
         groups = {name: optimizers.get(name, {}).get("groups", ()) for name in self.optimizers}
         members = {name for each in groups.values() for group in each for name in group["params"]}
-        # One that was unfrozen and frozen again is still a member of its group.
+        # A parameter that was unfrozen and frozen again is still a member of its group.
         joining, leaving = (names | members) & self._frozen.keys(), parameters.keys() - names
         trainable = {name for name, each in parameters.items() if each.requires_grad}
         if names == trainable and members == parameters.keys() - unowned_parameters(self.model, self.optimizers).keys():
             return
         if keep_settings:
-            joining &= set(saved["frozen_at_start"])  # others are frozen by a model.freeze that was accepted
+            joining &= set(saved["frozen_at_start"])  # others are frozen by a changed model.freeze that was accepted
             for name in joining:
                 parameters[name].requires_grad_(True)
             self._follow_trainable()
@@ -1722,7 +1729,7 @@ class Trainer:
             restore_members(optimizer, groups[name], parameters, may_join=joining, may_leave=leaving)
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in names)
-        # One that was unfrozen after the last step of the checkpoint joins its optimizer in the next step.
+        # A parameter that was unfrozen after the last step of the checkpoint joins its optimizer in the next step.
         unowned = unowned_parameters(self.model, self.optimizers)
         self._frozen = {name: each for name, each in unowned.items() if name in self._frozen or name in leaving}
         self._follows_trainable = self._follows_trainable or bool(self._frozen)
@@ -1758,14 +1765,14 @@ class Trainer:
         state.max_steps_at_end = int(training["max_steps_at_end"])
 
     def _names_of_all_stages(self) -> list[str]:
-        """Returns the names of all weights of a pipeline, of which each stage has some; empty without a pipeline."""
+        """Returns the names of all weights of a pipeline, over all stages; empty without a pipeline."""
         if self.ranks.mesh.size("pipeline") == 1:
             return []
         own = [*self.model.state_dict(keep_vars=True), *(name for name, _ in self.model.named_parameters())]
         return sorted({name for names in self.ranks.gather(own) for name in names})
 
     def _finish_save(self, *, must_succeed: bool = False) -> None:
-        """Waits for the save in progress and calls `after_save`; raises on all ranks if saving failed for good."""
+        """Waits for the save in progress and calls `after_save`; raises on all ranks if saving failed permanently."""
         path, failure = self._checkpointing.finish(must_succeed=must_succeed)
         self._announce(path)
         if failure is not None:
@@ -1779,7 +1786,8 @@ class Trainer:
     # Anomalies.
 
     def _must_check_anomalies(self) -> bool:
-        """Returns True if anomalies must be known now: where the device runs ahead, only before results are used."""
+        """Returns True if anomalies must be known now; if the host runs ahead of the device, only before results are
+        used."""
         return (
             reads_at_once(self.device)
             or self._is_evaluation_due()
@@ -1793,7 +1801,7 @@ class Trainer:
         anomalies = self._anomalies.find()
         if not anomalies:
             return False
-        self.heartbeat.enter("save", self._state.step)  # reading a checkpoint may take as long
+        self.heartbeat.enter("save", self._state.step)  # reading a checkpoint may take long
         try:
             self._finish_save()  # a report names the newest checkpoint, and a rollback restores it
         except CheckpointError as error:  # the same on every rank; the anomaly is what the user needs to know
@@ -1825,7 +1833,7 @@ class Trainer:
         )
 
     def _roll_back(self, anomaly: Anomaly) -> None:
-        """Restores the newest state before the anomaly, and leaves its batches out."""
+        """Restores the newest state before the anomaly, and skips its batches."""
         data, anomalies, ranks = self.train_data, self._anomalies, self.ranks
         assert data is not None
         num_anomalies, snapshot = anomalies.num_anomalies, anomalies.snapshot
@@ -1855,14 +1863,14 @@ class Trainer:
         self.train_loop_begin()
 
     def _continue_after_rollback(self, iterator: TrainIterator, graph: GraphStep | None) -> None:
-        """Continues from the restored step; if the run was to end meanwhile, that step is its last."""
+        """Continues from the restored step; if a stop was requested in the meantime, that step is the last."""
         iterator.restart()
         if graph is not None:
             graph.reset()
         if self._state.has_unfinished_step or self._stop_signal.decided == StopRequest.STOP:
             self._end_step()
         elif self._stop_signal.decided:
-            self.save()  # nothing else: that step was evaluated and written when it was made
+            self.save()  # nothing else, because that step was already evaluated and written
 
     # Compile and graph mode.
 
@@ -1871,10 +1879,10 @@ class Trainer:
         mode = self.config.runtime.mode
         # On a CPU graph mode runs eagerly, under the same guards.
         if mode != "compile" and not (mode == "graph" and waits_for_memory(self.device)):
-            check_compile_backend(self.config)  # the same file may be run on a GPU next
+            check_compile_backend(self.config)  # the same file may be used on a GPU next
             return None
         owners = (self, self.task, self.model)
-        # A user's own step may differentiate more than the loss.
+        # A custom step may differentiate more than the loss.
         self._keeps_outputs = is_user_code(type(self).train_step) or is_user_code(type(self).run_forward)
         return CompiledForward(
             self._compute,
@@ -1888,7 +1896,7 @@ class Trainer:
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Returns a context with the precision of the run, for a forward of your own outside of `run_forward`.
+        """Returns a context with the precision of the run, for your own forward outside of `run_forward`.
 
         `run_forward` and `eval_step` enter it themselves. Casts of parameters that FSDP gathers are not kept.
         """
@@ -1915,7 +1923,7 @@ class Trainer:
         if self._has_shards:
             result.loss = full_loss(result.loss)
             if self._keeps_outputs and outputs is not None and torch.is_grad_enabled():
-                # The backward of a graph accepts no DTensor among its outputs that gets no gradient.
+                # The backward of a graph does not support a DTensor output without a gradient.
                 outputs = {name: full_loss(each) if is_split(each) else each for name, each in outputs.items()}
         return RegionOutputs(result.loss, result.metrics, outputs, result.count)
 
@@ -1929,7 +1937,7 @@ class Trainer:
         return ForwardResult(loss, num_samples, metrics, outputs, count)
 
     def _around_compiled(self, compiled: CompiledForward) -> AbstractContextManager[Any]:
-        """Returns a context for a forward that is compiled: a graph cannot gather sharded parameters for user code."""
+        """Returns a context for a compiled forward, because a graph cannot gather sharded parameters for user code."""
         if compiled.has_eager_code or isinstance(self.gather_mixed, nullcontext):
             return self.gather_mixed
         return self.gather_mixed.rejecting() if self._is_inspecting else self.gather_mixed.suspended()
@@ -1950,10 +1958,10 @@ class Trainer:
         self._compiled.explain(error)
 
     def _inspect_forward(self, batch: Any) -> None:
-        """Reports what cannot be compiled before minutes go into compiling."""
+        """Reports code that cannot be compiled before the compilation, which takes minutes."""
         self._is_inspected = True
         if overrides(self, "train_step", Trainer):
-            return  # it may call other forwards than this one
+            return  # it may call other forwards
         owners = (self, self.task, *self.model.modules())
         self._is_inspecting = True
         inspect_forward(

@@ -1,4 +1,4 @@
-"""One update: backward over micro-batches, then one exact gradient, clipped and stepped.
+"""One update: backward over micro-batches, then an optimizer step with the exact, clipped gradient.
 
 The loss of an update is Σtotal / Σcount over micro-batches and data ranks, and its gradient is exactly that. This file
 has the package's only tensor `.backward(`; `Trainer.train_step` calls it. How an optimizer skips a step on the device
@@ -137,7 +137,7 @@ def read_buffer(buffer: NamedBuffer) -> torch.Tensor:
 
 
 class StepResult(NamedTuple):
-    """What one update gives. `loss` and `grad_norm` stay on the device; reading them waits for it."""
+    """The result of one update. `loss` and `grad_norm` stay on the device; reading them waits for it."""
 
     loss: torch.Tensor
     """The mean over all ranks, detached."""
@@ -150,9 +150,9 @@ class StepResult(NamedTuple):
 
 
 class ScheduledOptimizer:
-    """An optimizer and the schedule of its learning rate: a pure function of the step, a scheduler with state or None.
+    """An optimizer and its learning-rate schedule: a pure function of the step, a scheduler with state, or None.
 
-    Without a schedule the rates of the groups are not written: one that a hook writes stays, and is saved.
+    Without a schedule, the rates of the groups are not written: a rate that a hook writes is kept and saved.
     """
 
     def __init__(
@@ -164,12 +164,12 @@ class ScheduledOptimizer:
         self.num_parameters = 0
         self.requires_closure = requires_closure(optimizer)
         self._factor: float | None = None
-        """The schedule's factor in the rates that it has written; None if there are none."""
+        """The schedule's factor in the rates that it has written; None if it has written none."""
         self.read_groups()
         self.writer: str | None = None
         """The hook that has written a rate since the schedule did."""
         self._written: list[object] | None = None
-        """The results of `rate_stamp` for the rates that the schedule has written; None if there are none."""
+        """The results of `rate_stamp` for the rates that the schedule has written; None if it has written none."""
         self._read: tuple[torch.Tensor, int, float] | None = None
 
     def read_groups(self, base_rates: Sequence[float] = ()) -> None:
@@ -184,13 +184,14 @@ class ScheduledOptimizer:
         self.base_rates = [*known, *(float(group["lr"]) for group in groups[len(known) :])]
         self._factor = None
         self.num_parameters = sum(len(group["params"]) for group in groups)
-        if has_eval_weights(self.optimizer):  # of groups that were added; without state this changes no weight
+        if has_eval_weights(self.optimizer):  # for added groups; without state this changes no weights
             self.optimizer.train()  # type: ignore[attr-defined]
         if isinstance(self.schedule, TorchSchedule):
             self.schedule.check_groups(len(groups))
 
     def scale_added(self, num_known: int) -> None:
-        """Gives the groups after the first `num_known` the rates that the schedule has reached in the first group."""
+        """Sets the rates of groups after the first `num_known` according to the schedule's factor in the first
+        group."""
         groups = self.optimizer.param_groups
         if self.schedule is None or num_known == len(groups) or not self.base_rates[0]:
             return
@@ -199,7 +200,8 @@ class ScheduledOptimizer:
             set_learning_rate(group, base * factor)
 
     def rate(self, step: int, max_steps: int) -> float | None:
-        """Returns the first group's rate in the update that follows `step` updates; None if it depends on more."""
+        """Returns the first group's rate in the update that follows `step` updates; None if it does not depend on the
+        step alone."""
         if self.schedule is None or isinstance(self.schedule, TorchSchedule):
             return None
         return self.base_rates[0] * self.schedule(step, max_steps)
@@ -217,7 +219,7 @@ class ScheduledOptimizer:
             return self._own_rate()
         factor = self.schedule(step, max_steps)
         # On a GPU each write is a kernel; a constant schedule needs none. Writes that torch does not count, through
-        # `.data` or in a replay, are not noticed: compile/guards.py rejects steps that write a rate.
+        # `.data` or in a replay, are not detected; compile/guards.py rejects steps that write a rate.
         if factor != self._factor or not are_as_written:
             for group, base in zip(self.optimizer.param_groups, self.base_rates, strict=True):
                 set_learning_rate(group, base * factor)
@@ -231,9 +233,9 @@ class ScheduledOptimizer:
             self.schedule.observe(logs)
 
     def _note_rates(self) -> None:
-        """Notes that the schedule has written the rates; others are those of user code.
+        """Records that the schedule has written the rates; other rates were written by user code.
 
-        One that follows a metric reduces the rates that it finds, so those of user code have an effect.
+        A schedule that follows a metric reduces the current rates, so rates of user code have an effect.
         """
         if isinstance(self.schedule, TorchSchedule) and self.schedule.metric is not None:
             return
@@ -243,11 +245,11 @@ class ScheduledOptimizer:
         return [rate_stamp(group["lr"]) for group in self.optimizer.param_groups]
 
     def is_overwritten(self) -> bool:
-        """Returns True if a rate is not the one that the schedule wrote. Reads no value from the device."""
+        """Returns True if a rate differs from the one that the schedule wrote. Reads no value from the device."""
         if self._written is None:
             return False
         for group, stamp in zip(self.optimizer.param_groups, self._written, strict=False):
-            # Graph mode replaces numbers by tensors.
+            # Graph mode replaces numbers with tensors.
             is_captured = isinstance(group["lr"], torch.Tensor) and not isinstance(stamp, tuple)
             if not is_captured and rate_stamp(group["lr"]) != stamp:
                 return True
@@ -267,10 +269,10 @@ class ScheduledOptimizer:
         return self._read[2]
 
     def _warn_of_writer(self) -> None:
-        """Warns once of a rate that the schedule overwrites."""
+        """Warns once about a rate that the schedule overwrites."""
         if self.writer != "":
             effect = "the schedule overwrites in the next step"
-            if isinstance(self.schedule, TorchSchedule):  # some multiply the rate that they find
+            if isinstance(self.schedule, TorchSchedule):  # some schedules multiply the current rate
                 effect = f"{self.schedule.name} overwrites or scales"
             logger.warning(
                 "%s has written a learning rate, which %s. Set the schedule to null to keep the rates that are "
@@ -282,7 +284,7 @@ class ScheduledOptimizer:
 
 
 class Updater:
-    """What the updates of a run share: the optimizers, the clipping, the loss scale and the gradient sum."""
+    """The state shared by all updates of a run: optimizers, clipping, loss scale and gradient reduction."""
 
     def __init__(
         self,
@@ -311,18 +313,18 @@ class Updater:
         self.loss_scale = loss_scale
         self.detector = detector
         self.sync = sync
-        """How FSDP sums the gradients during backward; None if every rank has the full model."""
+        """Reduces the gradients of FSDP during backward; None if every rank has the full model."""
         self.pipeline = pipeline
         """Runs the micro-batches over the pipeline stages; None if every rank has all layers."""
         groups = [group for entry in self.optimizers.values() for group in entry.optimizer.param_groups]
-        # The stages of a pipeline have parameters of their own, and all ranks must divide by the same number.
+        # The stages of a pipeline have different parameters, and all ranks must divide by the same number.
         has_short = any(each.dtype in SHORT_DTYPES for group in groups for each in group["params"])
         self.has_short = has_short and pipeline is None
         """True if some parameters have 16 bits, on every rank."""
         self.has_shards = ranks.mesh.is_split
         """True if parameters may be DTensors."""
         self.suspend: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Returns a context in which `Trainer.gather_mixed` has no effect: a user's own step runs within that."""
+        """Returns a context in which `Trainer.gather_mixed` has no effect, because a custom step runs within it."""
         self.heartbeat = heartbeat or Heartbeat()
         self._capture = capture or Capture()
         devices = [device_of(entry.optimizer) for entry in self.optimizers.values()]
@@ -340,18 +342,18 @@ class Updater:
         """True until the first update, which checks that `forward` computes and clears no gradients itself."""
         self.rates: dict[str, float] = {}
         self.after_replay: set[str] = set()
-        """The optimizers that cannot be captured: in graph mode they step after each replay."""
+        """The optimizers that cannot be captured; in graph mode they step after each replay."""
         self._postponed: list[tuple[str, torch.Tensor | bool]] = []
         self.repeat: Callable[[], Any] | None = None
-        """Repeats the current train_step, for optimizers that compute the loss again; the trainer sets it."""
+        """Repeats the current train_step, for optimizers that recompute the loss; set by the trainer."""
         self._last_loss = torch.zeros(())
         """The loss of the last `apply`."""
         self.is_repeating = False
-        """True while a closure repeats a step: `apply` then only computes the gradients."""
+        """True while a closure repeats a step; `apply` then only computes the gradients."""
         self.num_repeated = 0
         """How often a repeated step has called `apply`."""
         self.skips_updates = detector is not None and detector.skips_updates
-        """True if an update may be skipped: by a policy for anomalies, or because none of its labels counts."""
+        """True if an update may be skipped, by a policy for anomalies or because all labels are ignored."""
         self._owned: dict[tuple[str, ...], _OwnedParameters] = {}
         self._buffers = list(buffers)
         self._gradient_copies = ranks.mesh.num_gradient_copies
@@ -371,13 +373,13 @@ class Updater:
         return self._capture.is_active
 
     def note_counted(self) -> None:
-        """Notes that losses count labels: an update of ignored labels is skipped."""
+        """Records that losses count labels, so an update without counted labels is skipped."""
         if not self.skips_updates:
             self.skips_updates = True
             self._log_waits("labels of -100")
 
     def _log_waits(self, reason: str) -> None:
-        """Logs which optimizers cannot skip an update on the device, so that the host waits in every step."""
+        """Logs the optimizers that cannot skip an update on the device, for which the host waits in every step."""
         for name, entry in self.optimizers.items():
             device = device_of(entry.optimizer) or torch.device("cpu")
             if not reads_at_once(device) and not supports_found_inf(entry.optimizer):
@@ -417,7 +419,7 @@ class Updater:
             follow_groups(entry.optimizer, device_of(entry.optimizer) or torch.device("cpu"))
 
     def follow_added(self) -> None:
-        """Called after parameters that have become trainable were added: new groups follow the schedule at once."""
+        """Called after newly trainable parameters were added: new groups follow the schedule immediately."""
         num_known = {name: len(entry.base_rates) for name, entry in self.optimizers.items()}
         self.follow_groups()
         for name, entry in self.optimizers.items():
@@ -430,7 +432,7 @@ class Updater:
         return {name: each for name, each in found.items() if isinstance(each, TorchSchedule)}
 
     def note_writer(self, function: Callable[..., Any]) -> None:
-        """Called after a hook: notes it if it has written a rate that a schedule will overwrite."""
+        """Called after a hook; records the hook if it has written a rate that a schedule will overwrite."""
         for entry in self.optimizers.values():
             if entry.writer is None and entry.schedule is not None and entry.is_overwritten():
                 entry.writer = describe_method(function)
@@ -461,10 +463,10 @@ class Updater:
     ) -> Update:
         """Begins an update with cleared gradients; `num_samples` is the weight of a plain loss.
 
-        `micro_batch` is the key of the current micro-batch (see `Update`). `num_backwards` is how often `backward` will
-        be called, if that is known: the sum over ranks can then overlap with the last one. If it `accumulates` several
-        gradients, or sums them over ranks, those of 16-bit parameters are fp32 until the optimizers read them: in bf16
-        a sum of hundreds loses several percent.
+        `micro_batch` is the key of the current micro-batch (see `Update`). `num_backwards` is the number of `backward`
+        calls, if it is known: the reduction over ranks can then overlap with the last one. If it `accumulates` several
+        gradients, or reduces them over ranks, those of 16-bit parameters are fp32 until the optimizers read them; in
+        bf16, a sum of hundreds loses several percent.
         """
         if self._postponed:
             raise ConfigError(
@@ -485,14 +487,14 @@ class Updater:
         return Update(self, num_samples, num_backwards, micro_batch)
 
     def divides_gradients(self, names: Sequence[str]) -> bool:
-        """Returns True if all of these optimizers clip in their own kernels, and this pays on the device."""
+        """Returns True if all of these optimizers clip in their own kernels and this is faster on the device."""
         optimizers = [self.optimizers[name].optimizer for name in names if name not in self.after_replay]
         return len(optimizers) == len(names) and all(
             waits_for_memory(device_of(each) or torch.device("cpu")) and divides_gradients(each) for each in optimizers
         )
 
     def _reject_postponed(self, name: str) -> None:
-        """Raises for an optimizer that cannot be captured: it would have to step after the replay."""
+        """Raises for an optimizer that cannot be captured, because it would have to step after the replay."""
         if self._capture.is_active and name in self.after_replay:
             raise ConfigError(
                 f"trainer.optimizer_in_backward: the optimizer {name} cannot be captured in runtime.mode graph. Use a "
@@ -502,7 +504,7 @@ class Updater:
     def step_optimizer(
         self, name: str, skip: torch.Tensor | bool, grad_scale: torch.Tensor | None = None
     ) -> dict[str, Any]:
-        """Steps an optimizer unless `skip`; returns its metrics under the names that they have in the log."""
+        """Steps an optimizer unless `skip`; returns its metrics under the names of the log."""
         if self._capture.is_active and name in self.after_replay:
             self._postponed.append((name, skip))
             return {}
@@ -519,7 +521,7 @@ class Updater:
         repeat = self.repeat
         if repeat is None:
             raise ConfigError(f"{type(optimizer).__name__} computes the loss again, which works only within train().")
-        # LBFGS begins with the loss and the gradients that are there already.
+        # LBFGS begins with the existing loss and gradients.
         known = [self._last_loss] if isinstance(optimizer, torch.optim.LBFGS) else []
 
         def closure() -> torch.Tensor:
@@ -542,12 +544,13 @@ class Updater:
         return closure
 
     def reshard(self) -> None:
-        """Frees sharded parameters that are gathered: by a forward without a backward, for example in a hook."""
+        """Frees sharded parameters that are still gathered after a forward without a backward, for example in a
+        hook."""
         if self.sync is not None:
             self.sync.reshard()
 
     def take_postponed(self) -> list[tuple[str, torch.Tensor | bool]]:
-        """Returns the optimizers that a captured step leaves to be stepped, each with whether to skip."""
+        """Returns the optimizers to step after a replay of a captured step, each with its skip flag."""
         postponed, self._postponed = self._postponed, []
         return postponed
 
@@ -589,7 +592,7 @@ class _OwnedParameters:
         short = [each for each in self.parameters if each.dtype in SHORT_DTYPES]
         self.has_short = bool(short)
         """True if some parameters have 16 bits."""
-        # FSDP widens the gradients that it reduces itself.
+        # FSDP casts the gradients that it reduces to fp32 itself.
         self.short = [each for each in short if sums_gradients or not is_split(each)]
         self.gradient_sum = GradientSum(self.parameters, ranks, sums_gradients=sums_gradients, enter=heartbeat.enter)
         is_sharded = ranks.mesh.is_split
@@ -660,10 +663,10 @@ class Update:
     ) -> None:
         """Adds a term to the loss of the current micro-batch: propagates its share and keeps its metrics.
 
-        Several terms of one micro-batch add up, as several `.backward()` do; terms of different micro-batches are
-        averaged. A plain loss, alone or as (loss, metrics), is weighted by the samples of the current micro-batch.
-        With `num_samples` it is a micro-batch of its own, for a step that splits its batch itself. Propagates
-        total / global_batch_size, which keeps fp16 in range for any count.
+        Several terms of one micro-batch add up, like several calls of `.backward()`; terms of different micro-batches
+        are averaged. A plain loss, alone or as (loss, metrics), is weighted by the samples of the current micro-batch.
+        With `num_samples`, it is a separate micro-batch, for a step that splits its batch itself. Propagates total /
+        global_batch_size, which stays in the range of fp16 for any count.
         """
         if not isinstance(result, ForwardResult):
             count = self.num_samples if num_samples is None else num_samples
@@ -671,7 +674,7 @@ class Update:
         key = self.micro_batch if num_samples is None else object()
         updater = self._updater
         if updater.has_shards:
-            result.loss = full_loss(result.loss)  # a user's own step may have changed it
+            result.loss = full_loss(result.loss)  # a custom step may have changed it
         with updater.suspend():
             scaled = self._scale(result, key)
             if scaled is None:
@@ -754,13 +757,13 @@ class Update:
             self._losses[None] = _NO_LOSS
 
     def _scale(self, result: ForwardResult, key: object) -> torch.Tensor | None:
-        """Keeps the loss and metrics of a term; returns the tensor to propagate, None if there is none."""
+        """Keeps the loss and metrics of a term; returns the tensor to propagate, or None."""
         updater = self._updater
         loss, num_samples = result.loss, result.num_samples
         if num_samples == 0:
             self._losses.setdefault(key, _NO_LOSS)
-            # Not even multiplied by 0, because a NaN would remain. Without sharding the ranks only share the sum of
-            # gradients; with sharded parameters or layers every rank has to take part in the backward.
+            # Not multiplied by 0, because a NaN would remain. Without sharding, ranks only participate in the reduction
+            # of gradients; with sharded parameters or layers, every rank has to participate in the backward.
             if updater.sync is None and updater.pipeline is None:
                 return None
             value = loss.total if isinstance(loss, Mean) else loss
@@ -773,7 +776,7 @@ class Update:
         if self._losses and (earlier := self._earlier_terms(key)) is not None:
             loss, scaled, weight = self._add_term(result, earlier, batch_size)
         elif updater.backward_steps is not None:
-            # One micro-batch of one rank is the whole batch, so that no later factor is needed.
+            # One micro-batch of one rank is the whole batch, so no later factor is needed.
             loss, scaled, weight = self._whole_mean(result)
         elif isinstance(loss, Mean):
             scaled = loss.total / batch_size
@@ -798,7 +801,7 @@ class Update:
         return scaled
 
     def _whole_mean(self, result: ForwardResult) -> tuple[Loss, Any, torch.Tensor | float]:
-        """Returns the mean loss of a whole batch, the tensor to propagate, which is exactly it, and its weight."""
+        """Returns the mean loss of a whole batch, the same loss as the tensor to propagate, and its weight."""
         loss = result.loss
         if isinstance(loss, Mean):
             count = torch.as_tensor(loss.count)
@@ -813,7 +816,7 @@ class Update:
     def _earlier_terms(self, key: object) -> tuple[Loss, torch.Tensor | float] | None:
         """Returns the sum of the earlier terms of a micro-batch with its weight; None for its first term.
 
-        A term of the whole batch, after those of its micro-batches, has the sum of their weights.
+        A term of the whole batch that follows those of its micro-batches has the sum of their weights.
         """
         earlier = self._losses.get(key)
         if earlier is None and key is None:
@@ -826,8 +829,8 @@ class Update:
     ) -> tuple[Loss, Any, torch.Tensor | float]:
         """Returns the sum of the terms with another one, the tensor to propagate for it, and the weight of the sum.
 
-        A plain loss gets the weight of the earlier terms. One with a count must have the same count: the mean of the
-        sum would otherwise not be the sum of the means.
+        A plain loss gets the weight of the earlier terms. A loss with a count must have the same count; otherwise the
+        mean of the sum would not be the sum of the means.
         """
         (loss, weight), term = earlier, result.loss
         count = _count_of(earlier)
@@ -841,7 +844,7 @@ class Update:
         return loss + _without_nan(total / count if isinstance(term, Mean) else term, count), scaled, weight
 
     def _require_equal(self, first: Any, second: Any) -> None:
-        """Raises for terms of one micro-batch with different weights; a captured step was compared in its warm-up."""
+        """Raises for terms of one micro-batch with different weights; a captured step was checked in its warm-up."""
         is_on_device = isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor)
         if first is second or (is_on_device and self._updater.is_capturing):
             return
@@ -855,10 +858,10 @@ class Update:
         )
 
     def _short_unit(self, num_samples: int) -> int:
-        """Returns what losses are divided by instead of the batch size if parameters have 16 bits.
+        """Returns the divisor of losses that replaces the batch size if parameters have 16 bits.
 
-        It is the next power of two, so that the division rounds no gradient; `_reduce` corrects it in fp32. A loss of
-        the whole batch is not divided.
+        It is the next power of two, so the division does not round gradients; `_reduce` corrects the factor in fp32. A
+        loss of the whole batch is not divided.
         """
         if self._unit is None:
             size = self._updater.global_batch_size
@@ -867,7 +870,7 @@ class Update:
         return self._unit
 
     def _begin_backward(self) -> None:
-        """Prepares the sum over ranks, which starts during the last backward of the update if that is known."""
+        """Prepares the reduction over ranks, which starts during the last backward of the update if that is known."""
         is_last = True
         if self._backwards_left is not None:
             if self._backwards_left == 0:
@@ -908,8 +911,8 @@ class Update:
                 )
             for name in names:
                 repair = getattr(updater.optimizers[name].optimizer, "repair_gradients", None)
-                # Before the norm, which one NaN would spoil. With a loss scale an overflow must show: it skips the
-                # update.
+                # Before the norm, which a single NaN would make NaN. With a loss scale, an overflow must remain
+                # visible, because it skips the update.
                 if repair is not None and updater.loss_scale is None:
                     repair()
             grad_norm, factor = self._clip(gradients, factor, owned.norm)
@@ -971,7 +974,7 @@ class Update:
         return StepResult(loss, metrics, grad_norm, updater.rates[names[0]])
 
     def _reduce(self, owned: _OwnedParameters) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """Sums over micro-batches and ranks; returns the loss and the factor that makes the gradients exactly its."""
+        """Sums over micro-batches and ranks; returns the loss, and the factor that makes the gradients exact."""
         updater = self._updater
         batch_size = self._short_unit(0) if updater.has_short else updater.global_batch_size
         first, weight = next(iter(self._losses.values()))
@@ -1021,7 +1024,8 @@ class Update:
         return (total / counted).to(precise), torch.where(count > 0, unit / counted, 0.0)
 
     def _is_empty(self) -> torch.Tensor | bool:
-        """Returns whether the update counts no label on any rank, so that it must not change weights or momentum.
+        """Returns whether all labels are ignored on all ranks, in which case the update must not change weights or
+        momentum.
 
         A tensor if only the device knows; a fused optimizer then skips the step there.
         """
@@ -1050,7 +1054,7 @@ class Update:
     def _scale_gradients(
         self, names: Sequence[str], gradients: list[torch.Tensor], factor: torch.Tensor | float
     ) -> torch.Tensor | None:
-        """Multiplies and limits the gradients in place, or returns what the optimizers are to divide them by."""
+        """Multiplies and clamps the gradients in place, or returns the divisor that the optimizers apply."""
         limit = self._updater.max_grad_value
         if isinstance(factor, torch.Tensor):
             if limit is None and self._updater.divides_gradients(names):
@@ -1089,7 +1093,7 @@ class Update:
 
 _NO_STEPS = nullcontext()
 _NO_LOSS: tuple[Loss, float] = (Mean(0.0, 0.0), 0)
-"""The loss of a micro-batch without samples of its own."""
+"""The loss of a micro-batch without samples."""
 
 
 def _count_of(terms: tuple[Loss, torch.Tensor | float]) -> Any:
@@ -1106,7 +1110,7 @@ def _either(first: torch.Tensor | bool, second: torch.Tensor | bool) -> torch.Te
 
 
 def _without_nan(loss: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
-    """Returns the loss, or 0 if its weight is 0: the mean of no label is NaN."""
+    """Returns the loss, or 0 if its weight is 0, because the mean over zero labels is NaN."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight > 0, loss, 0.0)
     return loss if weight else torch.zeros_like(loss)
@@ -1139,7 +1143,8 @@ def _narrow_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _merge_metric(values: list[tuple[Any, int]]) -> Any:
-    """Merges a metric over micro-batches: Means exactly, scalars by samples; of other objects keeps the last."""
+    """Merges a metric over micro-batches: Means exactly, scalars weighted by samples; for other objects, keeps the
+    last."""
     counted = [(value, samples) for value, samples in values if samples] or values[-1:]
     if all(isinstance(value, Mean) for value, _ in counted):
         means = [value.detach() for value, samples in counted if samples]
@@ -1150,7 +1155,7 @@ def _merge_metric(values: list[tuple[Any, int]]) -> Any:
             return detached_copy(counted[-1][0])
         total = sum(detached_copy(value) * samples for value, samples in counted)
         return total / sum(samples for _, samples in counted)
-    # Cloned: a metric that aliases a buffer would change before the log period reads it.
+    # Cloned, because a metric that aliases a buffer would change before it is logged.
     return detached_copy(counted[-1][0])
 
 

@@ -1,5 +1,5 @@
-"""Memory: which micro-batch fits (micro_batch.py), what to say when none is left (out_of_memory.py), what a step holds.
+"""The memory of a step: settings that reduce it, and the report when memory runs out (out_of_memory.py).
 
-The last is rewrite.py: a model section's `activation_checkpointing`, `offload`, `tile` and `compile_repeated_blocks`,
-each in a file of its own.
+rewrite.py applies a model section's `activation_checkpointing`, `offload`, `tile` and `compile_repeated_blocks`; each
+has its own file.
 """

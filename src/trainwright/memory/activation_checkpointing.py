@@ -199,7 +199,7 @@ class Recomputed(Around):
     def __init__(self, forward: Forward, contexts: Callable[[], Any] | None = None) -> None:
         """`contexts` returns the context managers of the first pass and of the recomputation."""
         super().__init__(forward)
-        # No key without contexts: torch.compile does not support torch's own default.
+        # No key if there are no contexts, because torch.compile does not support torch's own default.
         self._contexts: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,9 +219,9 @@ class Recomputed(Around):
 def _pick(named: Mapping[str, nn.Module], setting: LayerCheckpointing) -> list[str]:
     """Returns the names of the layers to recompute.
 
-    With a budget, each kind of layer (of one class, with equal weights) keeps its share of layers, because equal
-    layers save equally much. The last ones are kept: their backward comes first, so that their memory is free before
-    the first recomputation.
+    With a budget, each kind of layer (of one class, with equal weights) keeps its share of layers, because equal layers
+    save the same amount. The last ones are kept, because their backward runs first and their memory is free before the
+    first recomputation.
     """
     if setting.every > 1:
         return [name for number, name in enumerate(named) if number % setting.every == 0]
@@ -262,7 +262,7 @@ def has_auto(given: Any) -> bool:
 
 
 def with_budget(given: Any, share: float) -> Any:
-    """Returns the setting with a share in place of every `auto`."""
+    """Returns the setting with every `auto` replaced by a share."""
     if not isinstance(given, Mapping):
         return given
     return {
@@ -293,14 +293,14 @@ def shares_of(model: nn.Module, given: Any) -> list[float]:
     """Returns the shares with different results, ascending, from 0 (all layers are recomputed) to 1 (none is)."""
     layers = choose_layers(model, with_budget(given, 0.0), logs=False)
     counts = Counter(kind_of(layer) for layer, _ in layers.values())
-    # Rounded up, so that the share of n layers keeps all n.
+    # Rounded up, so the share of n layers keeps all n.
     shares = {math.ceil(number * _GRAIN / count) / _GRAIN for count in counts.values() for number in range(count + 1)}
     by_number = {num_recomputed(model, given, share): share for share in sorted(shares | {0.0, 1.0}, reverse=True)}
     return sorted(by_number.values())
 
 
 def num_recomputed(model: nn.Module, given: Any, share: float) -> int:
-    """Returns how many layers are recomputed with this share."""
+    """Returns the number of layers that are recomputed with this share."""
     return len(choose_layers(model, with_budget(given, share), logs=False))
 
 
@@ -308,8 +308,8 @@ def num_recomputed(model: nn.Module, given: Any, share: float) -> int:
 def counting_held_bytes(model: nn.Module, given: Any) -> Iterator[dict[str, int]]:
     """Yields a mapping from each layer that could be recomputed to the bytes that its forward saves for the backward.
 
-    It is filled when the layer is first called. The layer then runs once more, and its saved tensors are counted and
-    dropped, so that this needs the memory of one operation. Weights and inputs, which are kept in any case, do not
+    It is filled when the layer is first called. The layer then runs again, and its saved tensors are counted and
+    dropped, so this needs only the memory of one operation. Weights and inputs, which are kept in any case, do not
     count.
     """
     layers = {name: layer for name, (layer, _) in choose_layers(model, with_budget(given, 0.0), logs=False).items()}

@@ -52,9 +52,9 @@ def layers_of(
 ) -> dict[str, nn.Module]:
     """Returns the layers in a submodule (its path, "" for all) that are of a class or match a glob, in order.
 
-    A class matches its subclasses, and a list of modules, which is never called, its members. Of nested matches the
-    outer one is returned, and a module with two paths once. A class or glob that matches nothing raises, unless the
-    model is not whole: a pipeline stage.
+    A class also matches its subclasses. A list of modules, which is never called, stands for its members. For nested
+    matches, the outer one is returned; a module with two paths is returned once. A class or glob that matches nothing
+    raises, unless the model is not whole: a pipeline stage.
     """
     prefix = f"{path}." if path else ""
     modules = {name: module for name, module in model.named_modules() if name == path or name.startswith(prefix)}
@@ -70,7 +70,7 @@ def layers_of(
 
 
 def _is_match(word: str, name: str, module: nn.Module) -> bool:
-    # Not nn.Module itself: every module derives from it.
+    # Not nn.Module itself, because every module derives from it.
     classes = {each.__name__ for each in type(module).__mro__ if each not in (nn.Module, object)}
     return word in classes or (bool(name) and names_module(word, name))
 
@@ -117,7 +117,8 @@ def read_layers(
 
 
 def reject_overlap(label: str, name: str, chosen: Iterable[str], *, change: str) -> None:
-    """Raises if a layer contains one that was chosen before, or is a part of it; `change` is what happens to both."""
+    """Raises if a layer contains a previously selected one, or is a part of it; `change` describes what happens to
+    both."""
     for other in chosen:
         if name == other or f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
             raise ConfigError(
@@ -142,10 +143,10 @@ class Around:
 
 
 def put_around(module: nn.Module, around: Callable[[Forward], Around]) -> None:
-    """Replaces the forward of this object alone."""
+    """Replaces the forward of only this object."""
     forward = module.forward
     if not hasattr(module, "_original_forward"):
-        # Stored as accelerate does: models/saving.py checks by it that the forward is the class's own.
+        # Stored as in accelerate; models/saving.py uses it to check that the forward is the class's own.
         vars(module)["_original_forward"] = forward
     module.forward = around(forward)
 

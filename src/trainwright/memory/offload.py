@@ -59,12 +59,12 @@ class HostCopies:
 class HostCopy:
     """A copy of one storage on the host.
 
-    Memory of the device is allocated and freed in the order of the stream that computes. The stream of the copies waits
-    for it before it reads or writes, and is waited for before the memory is used or freed.
+    Memory of the device is allocated and freed in the order of the stream that computes. The copy stream waits for it
+    before it reads or writes, and it waits for the copy stream before the memory is used or freed.
     """
 
     def __init__(self, tensor: Tensor, stream: Any, previous: HostCopy | None) -> None:
-        """Copies on a stream; without one the tensor's own memory is the copy."""
+        """Copies on a stream; without a stream, the tensor's own memory is the copy."""
         self._source: Tensor | None = None
         """The tensor that the copy reads."""
         self._returning: Tensor | None = None
@@ -83,12 +83,12 @@ class HostCopy:
         self._copy(self._host, torch.split(data, BLOCK_BYTES))
 
     def __del__(self) -> None:
-        # A copy back that was not used, as after an error, still writes.
+        # A copy back that was not used, for example after an error, may still be writing.
         if self._source is not None or self._returning is not None:
             self._wait()
 
     def data(self) -> Tensor:
-        """Returns the bytes on the device, which stay there as long as they are referenced."""
+        """Returns the bytes on the device, which are kept as long as they are referenced."""
         if self._stream is None:
             reject_changed(self._shared, self._version)
             return self._host[0]
@@ -137,7 +137,7 @@ class OffloadedTensor:
             self._layout = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
 
     def tensor(self) -> Tensor:
-        """Returns the same tensor, bit for bit."""
+        """Returns a bitwise identical tensor."""
         data = self._copy.data()
         offset, shape, stride = self._view
         length = data.numel() - data.numel() % self._dtype.itemsize
@@ -230,7 +230,7 @@ class Offloaded(Around):
 
 
 class _Saved:
-    """What autograd saves of one tensor: the tensor itself or, once it is named, its host copy."""
+    """The value that autograd saves for one tensor: the tensor itself or, once it is named, its host copy."""
 
     __slots__ = ("__weakref__", "content", "version")
 
@@ -242,8 +242,8 @@ class _Saved:
 class SavedTensorMode(TorchFunctionMode):
     """Records names and the tensors that autograd saves, in either order, during one forward pass.
 
-    Tensors are identified by their storage, which a saved tensor shares with the named one: a view of it, or the same
-    under another name. Weak references to storages prevent that a reused address is taken for the same tensor.
+    Tensors are identified by their storage, which a saved tensor (such as a view) shares with the named one. Weak
+    references to storages prevent a reused address from being mistaken for the same tensor.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -286,7 +286,7 @@ class SavedTensorMode(TorchFunctionMode):
             return
         version = version_of(local(tensor))
         self._named[storage] = (name, version, None)
-        # A recomputed layer saves its inputs before it runs, and so before it names them.
+        # A recomputed layer saves its inputs before it runs, and therefore before it names them.
         for saved in self._saved.pop(storage, ()):
             if isinstance(saved.content, Tensor) and saved.version == version:
                 saved.content = self._move(storage, saved.content)

@@ -1,4 +1,4 @@
-"""The report when memory runs out: what uses it, and which settings need less."""
+"""The report when memory runs out: its usage, and settings that reduce it."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def out_of_memory(
     rank: int = 0,
     in_evaluation: bool = False,
 ) -> OutOfMemory:
-    """Writes the report and returns the error to raise from `error`, also if the report cannot be written.
+    """Writes the report and returns the error to raise from `error`, even if the report cannot be written.
 
-    Call it while `error` is handled: its frames still have the tensors that filled the memory.
+    Call it while `error` is handled, because its frames still have the tensors that filled the memory.
     """
     text = explain(error, model, optimizers, config, backend, in_evaluation=in_evaluation)
     message = f"Out of memory at step {step} on rank {rank}, {backend.describe()}."
@@ -147,7 +147,7 @@ def explain(
     *,
     in_evaluation: bool = False,
 ) -> str:
-    """Returns the report: memory by kind, by top module and by tensor, and settings that need less."""
+    """Returns the report: memory by kind, by top module and by tensor, and settings that reduce it."""
     tensors = held_tensors(model, optimizers, backend.device)
     kinds = bytes_by_kind(tensors)
     lines = [f"Out of memory on {backend.describe()}", ""]
@@ -241,7 +241,8 @@ def _advice(config: RunConfig, held: Mapping[str, int], *, in_evaluation: bool) 
 
 
 def _advice_for_recomputed(config: RunConfig) -> Iterator[str]:
-    """Yields the settings that matter once blocks are recomputed: then their inputs and one block need most."""
+    """Yields the settings that matter if blocks are recomputed, when their inputs and one block need most of the
+    memory."""
     reserved = {} if config.model is None else config.model.reserved
     if "activation_checkpointing" not in reserved:
         return

@@ -82,7 +82,7 @@ def compile_stacks(
 def keep_apart(model: nn.Module) -> bool:
     """Excludes such blocks from a compiled forward of the whole model; returns whether there are any.
 
-    Inlined, each block would be compiled again, and the compile time would grow with the depth.
+    If they were inlined, each block would be compiled separately, and the compile time would grow with the depth.
     """
     found = [each for module in model.modules() for each in arounds_of(module) if isinstance(each, Compiled)]
     if not found:
@@ -112,7 +112,7 @@ def compile_gathered(model: nn.Module, backend: str, arguments: Mapping[str, Any
 
 
 def compile_blocks(model: nn.Module, backend: str, arguments: Mapping[str, Any]) -> None:
-    """Compiles each block of a replicated model as a graph of its own, for `keep_apart`.
+    """Compiles each block of a replicated model as a separate graph, for `keep_apart`.
 
     The backward of a single graph returns all gradients at its end. With a graph for each block, the gradients of the
     last blocks are summed over ranks while those of the first are computed. A layer without submodules is not a block.
@@ -190,7 +190,8 @@ class Compiled(Around):
         """Runs the block outside of the graph of the model; None: inside."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the graph; the block itself for arguments that a graph cannot have, such as a cache of generation."""
+        """Runs the graph, or the block itself for arguments that a graph does not support, such as a cache of
+        generation."""
         return self.run(args, kwargs) if self.apart is None else self.apart(self, args, kwargs)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -235,7 +236,7 @@ class _Graph:
         """Runs the forward of any block of the stack."""
         if self._run is None:
             backend = self._backend or ("inductor" if waits_for_memory(device) else "aot_eager")
-            # torch limits graphs per code object to eight: each stack has its own.
+            # torch limits graphs per code object to eight, so each stack has its own code object.
             code = _run_block.__code__.replace(co_name=f"run_block_of_{self.name}")
             arguments = self._arguments if backend == "inductor" else {}
             function = FunctionType(code, globals())
@@ -286,7 +287,8 @@ def _structure(block: nn.Module) -> dict[str, str]:
 
 def known_backend(label: str, given: Any, *, where: object | None = None) -> str | None:
     """Returns a setting that is a backend of torch.compile, or None; rejects one that torch does not have."""
-    # The list is torch's own; "eager" is not in it, and runs recomputed blocks with other random numbers.
+    # The list is that of torch; it does not contain "eager", which runs recomputed blocks with different random
+    # numbers.
     known = [*torch.compiler.list_backends(), "aot_eager"]
     if given is not None and given not in known:
         found = nearest(given, known) if isinstance(given, str) else None

@@ -1,7 +1,7 @@
 """Applies the memory settings of the model section.
 
 The order is `tile`, `offload`, `activation_checkpointing`, `compile_repeated_blocks`; each has its own file. Names of
-modules and parameters stay, so that checkpoints load with and without them.
+modules and parameters do not change, so checkpoints do not depend on the settings.
 """
 
 from __future__ import annotations

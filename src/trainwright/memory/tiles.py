@@ -95,10 +95,10 @@ def read_tile(label: str, given: Any) -> TileSettings:
 
 
 def reject_mixing(label: str, name: str, layer: nn.Module) -> None:
-    """Raises if a layer is not token-wise: the output for some tokens alone must be that part of the whole output.
+    """Raises if a layer is not token-wise: its output for some tokens must be that part of its output for all tokens.
 
-    Runs the layer, without dropout, on a small example with random weights: with its own the output may be 0. Layers
-    without values (on the meta device, or of an estimate) are not run.
+    Runs the layer, without dropout, on a small example with random weights, because with its own weights the output may
+    be 0. Layers without values (on the meta device, or of an estimate) are not run.
     """
     for child in layer.modules():
         if isinstance(child, _MIXING):
@@ -133,7 +133,7 @@ def reject_mixing(label: str, name: str, layer: nn.Module) -> None:
             try:
                 whole = functional_call(layer, drawn, (example,))
                 part = functional_call(layer, drawn, (example[:, _SLICE],))
-            except Exception as error:  # whatever a user's layer raises for a wrong width
+            except Exception as error:  # any error of a user's layer for a wrong width
                 failure = failure or error
                 continue
             _compare(label, name, example, whole, part)
@@ -170,7 +170,7 @@ def _compare(label: str, name: str, example: Tensor, whole: Any, part: Any) -> N
     )
     if not is_equal:
         raise ConfigError(
-            f"{label}: {name} is not token-wise: its output for some tokens changes if the others are left out. Use "
+            f"{label}: {name} is not token-wise: its output for some tokens depends on the others. Use "
             "layers that map each token by itself, such as the MLP."
         )
 
@@ -217,7 +217,7 @@ class Tiled(Around):
         if hidden.shape[dim] <= size:
             return run(hidden)
         if torch.compiler.is_compiling():
-            # The compiler runs no backward inside of a backward; it sees the recomputation instead.
+            # The compiler does not support a backward inside of a backward; it traces the recomputation instead.
             tiles = [tile.contiguous() for tile in torch.split(hidden, size, dim)]
             if torch.is_grad_enabled():
                 return torch.cat([checkpoint(run, tile, use_reentrant=False) for tile in tiles], dim)
@@ -268,8 +268,8 @@ class _RandomState:
 class _Tiles(torch.autograd.Function):
     """Keeps the input, and recomputes a tile at a time.
 
-    Unlike a checkpoint for each tile, it does not round the sums of gradients over tiles to the dtype of a weight in 16
-    bits, and has neither a second copy of the output nor of the input's gradient.
+    Unlike a checkpoint for each tile, it does not round the sums of gradients over tiles to a 16-bit dtype, and needs
+    no second copy of the output or of the input's gradient.
     """
 
     @staticmethod
@@ -328,7 +328,7 @@ class _Tiles(torch.autograd.Function):
 
 
 def _add(total: Tensor | None, share: Tensor) -> Tensor:
-    if total is None:  # a copy, because the share may be a view of something else
+    if total is None:  # a copy, because the gradient may be a view
         return share.to(torch.promote_types(share.dtype, torch.float32), copy=True)
     return total.add_(share)
 

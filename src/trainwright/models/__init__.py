@@ -1,4 +1,4 @@
-"""Architectures, one readable file each. No training code and no parallel code lives here.
+"""Architectures, one readable file each. They contain no training code and no parallel code.
 
-A model file names its parameters as Hugging Face's transformers does, so that weights load both ways.
+Parameters have the names of Hugging Face's transformers, so weights can be loaded in both directions.
 """

@@ -1,4 +1,4 @@
-"""Bert and BertClassifier: an encoder that sees both ways, with a head for masked tokens or one for whole texts.
+"""Bert and BertClassifier: a bidirectional encoder, with a head for masked tokens or a head for whole texts.
 
 Parameters are named as in transformers' BertForMaskedLM and BertForSequenceClassification.
 Shapes in comments: batch B, sequence S, hidden width D. Training lives in trainers/.
@@ -37,7 +37,8 @@ from trainwright.models.layers.settings import (
 from trainwright.models.layers.settings import activation as find_activation
 from trainwright.models.model import KeyRule, Model
 
-# The first BERT's files call the weights of norms gamma and beta. They are read; the rules before say what is written.
+# The files of the first BERT name the weights of norms gamma and beta. These are only read; the rules above define what
+# is written.
 NORM_RULES = (
     KeyRule("**.LayerNorm.weight", "**.LayerNorm.weight"),
     KeyRule("**.LayerNorm.bias", "**.LayerNorm.bias"),
@@ -93,7 +94,7 @@ class BertModel(Model):
     ) -> dict[str, Tensor | None]:
         """Maps tokens [B, S] to logits and, given labels, their mean loss.
 
-        `attention_mask` [B, S] is 0 at padding; `token_type_ids` [B, S] are the number of the text in a pair.
+        `attention_mask` [B, S] is 0 at padding; `token_type_ids` [B, S] are the index of the text in a pair.
         """
         check_ids(input_ids)
         check_length(input_ids.shape[1], self.max_positions)
@@ -102,7 +103,7 @@ class BertModel(Model):
     def begin(
         self, input_ids: Tensor, token_type_ids: Tensor | None = None, position_ids: Tensor | None = None, **_: Any
     ) -> Tensor:
-        """Embeds the tokens [B, S]: the states [B, S, D] that the first layer gets."""
+        """Embeds the tokens [B, S]: returns the states [B, S, D] for the first layer."""
         check_ids(input_ids)
         check_length(input_ids.shape[1], self.max_positions)
         return self.bert.begin(input_ids, token_type_ids, position_ids)
@@ -112,22 +113,22 @@ class BertModel(Model):
         return (*self.sequence.take(input_ids).shape, self.settings["hidden_size"])
 
     def beside(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor | None]:
-        """Returns the mask that all layers get."""
+        """Returns the mask for all layers."""
         return (self.bert.mask(input_ids, attention_mask),)
 
 
 class Bert(BertModel):
-    """Predicts masked tokens: `labels` [B, S] hold them, and -100 wherever there is nothing to predict.
+    """Predicts masked tokens: `labels` [B, S] contain them, and -100 at all other positions.
 
     `forward` returns `{"loss": ..., "logits": ...}`, logits [B, S, vocabulary]; without labels the loss is None.
-    `dropout` falls on the embeddings and on what each part adds, `attention_dropout` on the attention weights.
-    The embedding of `pad_token_id` gets no gradient; None leaves it as any other. `fused_loss` takes the head's matrix
-    and the loss in one while training, which never holds the logits of all tokens: `logits` is then None. Left at None
-    it is so on a GPU, with the head and the criterion that the model was made with.
+    `dropout` applies to the embeddings and to the outputs of each part, `attention_dropout` to the attention weights.
+    The embedding of `pad_token_id` gets no gradient; None treats it like any other. `fused_loss` computes head and loss
+    in chunks in training, so the logits of all tokens are never in memory and `logits` is None. None enables it on a
+    GPU if the model has its original head and criterion.
     """
 
     hugging_face_architectures = MappingProxyType({"bert": "BertForMaskedLM"})
-    # Computed, or in files for other tasks.
+    # Keys that are computed, or that belong to other tasks.
     ignored_keys = ("bert.embeddings.position_ids", "bert.pooler.**", "cls.seq_relationship.**")
 
     def __init__(
@@ -165,7 +166,7 @@ class Bert(BertModel):
         """Initializes all weights and ties the head."""
         super().reset_parameters()
         head: Any = self.cls["predictions"]
-        # Moving off the meta device makes two parameters out of a shared one; this makes them one again.
+        # Moving off the meta device creates two parameters from a shared one; this ties them again.
         head.decoder.weight = self.bert.embeddings.word_embeddings.weight
         head.bias = head.decoder.bias
 
@@ -184,11 +185,11 @@ class Bert(BertModel):
 
 
 class BertClassifier(BertModel):
-    """Sorts texts, or pairs of texts, into `num_labels` classes: `labels` [B]; one label means a number to predict.
+    """Classifies texts, or pairs of texts, into `num_labels` classes: `labels` [B]; one label means regression.
 
     `forward` returns `{"loss": ..., "logits": ...}`, logits [B, num_labels]; without labels the loss is None. It also
-    reads the folder of a plain encoder: the classifier (and the pooler, where it lacks one) is then new, which
-    `strict=False` allows. `classifier_dropout` is on the pooled text and defaults to `dropout`.
+    reads the folder of a plain encoder with `strict=False`: the classifier (and a missing pooler) is then initialized.
+    `classifier_dropout` applies to the pooled text and defaults to `dropout`.
     """
 
     hugging_face_architectures = MappingProxyType({"bert": "BertForSequenceClassification"})
@@ -231,13 +232,13 @@ class BertClassifier(BertModel):
 
     def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
         """Returns the loss and the logits of the last layer's states [B, S, D]."""
-        # The first token is on one rank only; every rank scores the whole text.
+        # The first token is on only one rank; every rank scores the whole text.
         logits = self.classifier(self.dropout(self.bert.pooler(self.sequence.whole(hidden))))
         return {"loss": class_loss(self.criterion, logits, labels), "logits": logits}
 
 
 class Body(nn.Module):
-    """What both models share: tokens [B, S] → states [B, S, D]; the pooler is for the head to call, if any."""
+    """The body of both models: tokens [B, S] → states [B, S, D]; the head calls the pooler, if there is one."""
 
     def __init__(self, settings: Mapping[str, Any], *, with_pooler: bool) -> None:
         super().__init__()
@@ -259,7 +260,7 @@ class Body(nn.Module):
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Runs every layer with the same mask, which is made once."""
+        """Runs every layer with the same mask, which is computed once."""
         hidden = self.begin(input_ids, token_type_ids, position_ids)
         mask = self.mask(input_ids, attention_mask)
         layers: Any = self.encoder["layer"]
@@ -273,13 +274,13 @@ class Body(nn.Module):
         return hidden
 
     def mask(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """Returns which keys the queries see; None: all of them."""
+        """Returns the mask of visible keys; None if all are visible."""
         bounds = self.sequence.bounds(input_ids.shape[1], input_ids.device)
         return bounds if attention_mask is None else unpadded_keys(attention_mask)
 
 
 class Embeddings(nn.Module):
-    """Adds up what a token is, where it stands and which text it belongs to."""
+    """Adds the embeddings of the token, its position and the text that it belongs to."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
@@ -293,7 +294,8 @@ class Embeddings(nn.Module):
         self.sequence = WholeSequence()
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor | None) -> Tensor:
-        """Returns [B, S, D]; without types all tokens are of the first text, without positions they count from 0."""
+        """Returns [B, S, D]; without types, all tokens belong to the first text; without positions, they count from
+        0."""
         if position_ids is None:
             positions = self.sequence.positions(input_ids.shape[1], input_ids.device)
         else:
@@ -309,7 +311,7 @@ class Embeddings(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then the MLP; what each adds to the stream [B, S, D] is normalized together with the stream."""
+    """Attention, then the MLP; each output is added to the residual stream [B, S, D], and the sum is normalized."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
@@ -322,7 +324,7 @@ class Layer(nn.Module):
         self.activation = find_activation(settings["activation"])
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns the stream after this layer."""
+        """Returns the residual stream after this layer."""
         hidden = self.attention["output"](self.attention["self"](hidden, mask), hidden)
         widened = self.activation(self.intermediate["dense"](hidden))
         output: Tensor = self.output(widened, hidden)
@@ -343,7 +345,7 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
-        """Mixes positions: [B, S, D] → [B, S, D]; the projection back is the next module's."""
+        """Self-attention: [B, S, D] → [B, S, D]; the next module has the output projection."""
         return attend(
             self.query(hidden),
             self.key(hidden),
@@ -356,7 +358,7 @@ class SelfAttention(nn.Module):
 
 
 class AddAndNormalize(nn.Module):
-    """Projects [B, S, any] to [B, S, D], adds the stream and normalizes the sum."""
+    """Projects [B, S, any] to [B, S, D], adds the residual stream and normalizes the sum."""
 
     def __init__(self, input_size: int, settings: Mapping[str, Any]) -> None:
         super().__init__()
@@ -365,13 +367,13 @@ class AddAndNormalize(nn.Module):
         self.dropout = nn.Dropout(settings["dropout"])
 
     def forward(self, addition: Tensor, hidden: Tensor) -> Tensor:
-        """Returns the stream; dropout falls on what is added."""
+        """Returns the residual stream; dropout applies to the added output."""
         output: Tensor = self.LayerNorm(self.dropout(self.dense(addition)) + hidden)
         return output
 
 
 class Pooler(nn.Module):
-    """Makes one vector [B, D] of a text from the state of its first token."""
+    """Computes one vector [B, D] per text from the state of its first token."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -383,14 +385,14 @@ class Pooler(nn.Module):
 
 
 class TokenHead(nn.Module):
-    """Maps states [B, S, D] to logits [B, S, vocabulary] by the table of embeddings, which is the decoder's matrix."""
+    """Maps states [B, S, D] to logits [B, S, vocabulary] with the embedding table, which is the decoder's matrix."""
 
     def __init__(self, hidden_size: int, vocab_size: int, activation: str, norm_eps: float) -> None:
         super().__init__()
         norm = nn.LayerNorm(hidden_size, eps=norm_eps)
         self.transform = nn.ModuleDict({"dense": nn.Linear(hidden_size, hidden_size), "LayerNorm": norm})
         self.decoder = nn.Linear(hidden_size, vocab_size)
-        self.bias = self.decoder.bias  # the name that files keep
+        self.bias = self.decoder.bias  # the name in files
         self.activation = find_activation(activation)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -399,6 +401,6 @@ class TokenHead(nn.Module):
         return logits
 
     def before_decoder(self, hidden: Tensor) -> Tensor:
-        """Returns the states [B, S, D] that the decoder's matrix takes."""
+        """Returns the states [B, S, D] for the decoder's matrix."""
         transformed: Tensor = self.transform["LayerNorm"](self.activation(self.transform["dense"](hidden)))
         return transformed

@@ -1,7 +1,7 @@
 """CNN: a small convolutional classifier for images of any size.
 
-Each stage halves the image and changes the number of channels; the last one's channels are averaged over all places.
-Shapes in comments: batch B, channels C. Training lives in trainers/classification.py.
+Each stage halves the image and changes the number of channels; the channels of the last stage are averaged over all
+positions. Shapes in comments: batch B, channels C. Training lives in trainers/classification.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trainwright.models.model import Model
 
 
 class CNN(Model):
-    """Sorts images into `num_labels` classes: `labels` [B]; one label means a number to predict.
+    """Classifies images into `num_labels` classes: `labels` [B]; one label means regression.
 
     `forward` returns `{"loss": ..., "logits": ...}`, logits [B, num_labels]; without labels the loss is None.
-    `stage_channels` has the channels of each stage, which is `convolutions_per_stage` times convolution, norm and
-    relu; every stage but the first begins by halving height and width. The norm is a group norm (of `num_groups`
-    groups at most): unlike a batch norm it sees each image by itself, so that results do not depend on the batch.
+    `stage_channels` has the channels of each stage, which consists of `convolutions_per_stage` convolutions with norm
+    and relu; every stage except the first begins by halving height and width. The norm is a group norm (of at most
+    `num_groups` groups), which unlike a batch norm treats each image independently.
     """
 
     hugging_face_types = ("trainwright_cnn",)
@@ -102,14 +102,14 @@ class CNN(Model):
 
 
 class Convolution(nn.Module):
-    """Convolution over 3 × 3 places, group norm, relu: [B, C, height, width] → [B, C', height, width] / stride."""
+    """3 × 3 convolution, group norm, relu: [B, C, height, width] → [B, C', height, width] / stride."""
 
     def __init__(self, in_channels: int, out_channels: int, *, groups: int, stride: int) -> None:
         super().__init__()
-        # No bias: the norm would take it away again.
+        # No bias, because the norm would subtract it.
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size=3, stride=stride, padding=1, bias=False)
         self.norm = nn.GroupNorm(min(groups, out_channels), out_channels)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns the features of the next layer."""
+        """Returns the features for the next layer."""
         return torch.relu(self.norm(self.conv(hidden)))

@@ -1,4 +1,4 @@
-"""What the decoder-only models share: the pass over a stack of layers, the loss of the next token, generation.
+"""The shared part of decoder-only models: the pass over a stack of layers, the loss of the next token, generation.
 
 llama.py and gpt2.py define the layers and the names of the weights. Shapes: batch B, sequence S, hidden width D.
 """
@@ -50,19 +50,19 @@ class DecoderModel(Model):
     ) -> dict[str, Tensor | None]:
         """Maps tokens [B, S] to logits [B, S, vocabulary] and, given labels, their mean loss.
 
-        `labels` are the same tokens as `input_ids`, with -100 where there is nothing to learn; they are shifted here,
-        so that position i is scored on token i + 1. `attention_mask` [B, S] is 0 at padding. With padding on the
-        right it is not needed, because no token sees a later one; without it attention uses its fastest kernel.
-        A mask [B, 1, S, S] is bool and used unchanged: True where a query may see a key.
+        `labels` are the same tokens as `input_ids`, with -100 at ignored positions; they are shifted here, so position
+        i predicts token i + 1. `attention_mask` [B, S] is 0 at padding. With padding on the right it is not needed,
+        because no token attends to a later one; without it, attention uses its fastest kernel. A mask [B, 1, S, S] is
+        bool and used unchanged: True where a query attends to a key.
 
-        Rows with several documents (data/pack.py) come with `position_ids` [B, S], each token's position in its
-        document, and `document_ids` [B, S], which are equal for tokens that may see each other (-1: padding).
-        Padding on the left of learned positions needs `position_ids` too, counted from the first real token.
+        Rows with several documents (data/pack.py) have `position_ids` [B, S], each token's position in its document,
+        and `document_ids` [B, S], which are equal for tokens that attend to each other (-1: padding). Padding on the
+        left of learned positions needs `position_ids` too, counted from the first real token.
 
-        While training with labels, `logits` may be None: see `fused_loss`.
+        In training with labels, `logits` may be None: see `fused_loss`.
 
-        With a `cache` (decoding.py) the tokens continue those in the cache, and are added to it. `logits_at` [B] or
-        [B, K] are the positions of each row whose logits are needed: they are then [B, 1 or K, vocabulary].
+        With a `cache` (decoding.py), the tokens continue those in the cache and are added to it. `logits_at` [B] or [B,
+        K] selects positions of each row; the logits are then [B, 1 or K, vocabulary].
         """
         self._check_tokens(input_ids, cache)
         if cache is not None and not (attention_mask is None and position_ids is None and document_ids is None):
@@ -74,7 +74,7 @@ class DecoderModel(Model):
             return self._score(hidden, labels)
         rows = torch.arange(len(logits_at), device=logits_at.device)[:, None]
         logits_at = logits_at.view(len(logits_at), -1)
-        # States that are split over ranks (DTensors, a part of the sequence) cannot be indexed; their logits are whole.
+        # Sharded states (DTensors, a part of the sequence) cannot be indexed, so their logits are complete.
         if self.sequence.is_whole and not hasattr(hidden, "device_mesh"):
             return self._score(hidden[rows, logits_at], None)
         scored = self._score(hidden, None)
@@ -104,7 +104,8 @@ class DecoderModel(Model):
         document_ids: Tensor | None = None,
         **_: Any,
     ) -> tuple[Any, ...]:
-        """Returns what all layers get in addition to the states: rotations, if the model has them, and the mask."""
+        """Returns the arguments of all layers in addition to the states: rotations, if the model has them, and the
+        mask."""
         self.sequence.expect(input_ids.shape[1])
         width, is_whole = self.body.head_size, self.sequence.is_whole
         mask = decoder_mask(attention_mask, document_ids, width=width, is_whole=is_whole)
@@ -116,7 +117,7 @@ class DecoderModel(Model):
 
     def _check_tokens(self, input_ids: Tensor, cache: KeyValueCache | None = None) -> None:
         check_ids(input_ids)
-        # Rows with lengths of their own are checked before the first token: here that would wait for the device.
+        # Rows of different lengths are checked before the first token, because a check here would synchronize.
         num_before = 0 if cache is None or cache.lengths is not None else cache.length
         check_length(input_ids.shape[1] + num_before, self.max_positions)
 
@@ -138,7 +139,7 @@ class DecoderStack(nn.Module):
     norm: Any
     sequence: WholeSequence
     head_size: int | None = None
-    """The width of a head; None if it is not known."""
+    """The width of a head; None if unknown."""
 
     def begin(self, input_ids: Tensor, position_ids: Tensor | None = None, *, start: int = 0) -> Tensor:
         """Returns the embeddings [B, S, D]; without `position_ids` the tokens count from `start`."""
@@ -147,7 +148,7 @@ class DecoderStack(nn.Module):
     def positional(
         self, input_ids: Tensor, position_ids: Tensor | None = None, *, start: int = 0
     ) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Returns what each layer gets of positions, before the mask."""
+        """Returns the positional arguments of each layer, which precede the mask."""
         return ()
 
     def forward(
@@ -189,10 +190,10 @@ def attend_causally(
     cache: LayerCache | None,
     **options: Any,
 ) -> Tensor:
-    """Mixes values [B, heads, S, W] into [B, S, heads × W]. Without a mask attention is causal over the sequence."""
+    """Returns attention [B, heads, S, W] → [B, S, heads × W]. Without a mask, it is causal over the sequence."""
     is_causal = mask is None
     if cache is not None:
-        is_causal = is_causal and not cache.length  # a single token sees all tokens before it
+        is_causal = is_causal and not cache.length  # a single token attends to all previous tokens
         keys, values = cache.extend(keys, values)
     mixed = sequence.attend(queries, keys, values, mask=mask, is_causal=is_causal, **options)
     return mixed.transpose(1, 2).flatten(2)

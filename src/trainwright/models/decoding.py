@@ -1,7 +1,7 @@
 """Reads tokens with a decoder and returns the logits of the next one: with a cache of keys and values, or without.
 
-With a cache a token costs one pass over itself; without, a pass over all tokens before it. Rows of a batch may have
-prompts of different lengths. generation.py selects tokens from the logits.
+With a cache, each token takes a forward over one token; without, a forward over all previous tokens. Rows of a batch
+may have prompts of different lengths. generation.py selects tokens from the logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainwright.errors import ConfigError, DataError
 
 
 class LayerCache:
-    """The keys and values [B, K, S, W] of one layer, in memory that is allocated once, at the first tokens."""
+    """The keys and values [B, K, S, W] of one layer, in memory that is allocated once."""
 
     def __init__(self, owner: KeyValueCache) -> None:
         self._owner = owner
@@ -29,11 +29,12 @@ class LayerCache:
 
     @property
     def length(self) -> int:
-        """The number of tokens of each row before the present ones."""
+        """The number of tokens of each row before the current ones."""
         return self._owner.length
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of the next tokens and returns all that attention reads, as views."""
+        """Adds the keys and values of the next tokens, and returns views of all keys and values that attention
+        reads."""
         owner = self._owner
         if self.keys is None or self.values is None:
             shape = (*keys.shape[:2], owner.max_length, keys.shape[3])
@@ -46,7 +47,7 @@ class LayerCache:
             return self.keys[:, :, : owner.num_visible], self.values[:, :, : owner.num_visible]
         end = owner.length + keys.shape[2]
         if end > owner.max_length:
-            raise DataError(f"The cache has room for {owner.max_length} tokens, but got {end}. Make it larger.")
+            raise DataError(f"The cache has space for {owner.max_length} tokens, but got {end}. Make it larger.")
         self.keys[:, :, owner.length : end] = keys
         self.values[:, :, owner.length : end] = values
         return self.keys[:, :, :end], self.values[:, :, :end]
@@ -67,12 +68,12 @@ class LayerCache:
 class KeyValueCache:
     """The keys and values of every layer of a decoder for the tokens so far.
 
-    A model's `forward(..., cache=cache)` treats its tokens as those that follow the first `length`, passes each layer
-    its `layer(number)`, and calls `advance` at the end.
+    In a model's `forward(..., cache=cache)`, the tokens follow the first `length` tokens; it passes each layer its
+    `layer(number)`, and calls `advance` at the end.
 
-    Rows have the same length unless `lengths` [B] is set. Each call then has one token per row, which follows the
-    first `lengths[row]` of its row; whoever calls the model sets `lengths` and `num_visible`, so that code with static
-    shapes reads no number that changes.
+    Rows have the same length unless `lengths` [B] is set. Each call then has one token per row, which follows the first
+    `lengths[row]` tokens; the caller sets `lengths` and `num_visible`, so code with static shapes reads no changing
+    number.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -84,7 +85,7 @@ class KeyValueCache:
         self._layers: list[LayerCache] = []
 
     def layer(self, number: int) -> LayerCache:
-        """Returns the cache of a layer; the first calls come in order."""
+        """Returns the cache of a layer; the first calls must be in order."""
         if number == len(self._layers):
             self._layers.append(LayerCache(self))
         return self._layers[number]
@@ -95,15 +96,15 @@ class KeyValueCache:
             self.length += num_tokens
 
     def load(self, source: KeyValueCache, *, copies: int = 1) -> None:
-        """Replaces the contents by those of another cache, each of whose rows becomes `copies` rows."""
+        """Replaces the contents with those of another cache, each of whose rows becomes `copies` rows."""
         self.length = source.length
         for number, layer in enumerate(source._layers):
             self.layer(number).load(layer, copies=copies)
 
     def visible_keys(self, input_ids: Tensor) -> Tensor | None:
-        """Returns the mask for the next tokens [B, S], True where a query may see a key; it broadcasts to all heads.
+        """Returns the mask for the next tokens [B, S], True where a query attends to a key; it broadcasts to all heads.
 
-        None if no mask is needed: with an empty cache attention is causal, and a single token sees all.
+        None if no mask is needed: with an empty cache attention is causal, and a single token attends to all.
         """
         if self.lengths is not None:
             positions = torch.arange(self.num_visible, device=input_ids.device)
@@ -126,7 +127,8 @@ class TokenReader(Protocol):
 
 
 def token_reader(model: nn.Module, *, use_cache: bool = True) -> TokenReader:
-    """Returns the fastest reader for a model: with our cache, with that of transformers, or without one."""
+    """Returns the fastest reader for a model: with this package's cache, with that of transformers, or without a
+    cache."""
     parameters = inspect.signature(model.forward).parameters
     is_split = not getattr(getattr(model, "sequence", None), "is_whole", True)  # over ranks, each with some keys
     if not use_cache or is_split:
@@ -139,7 +141,7 @@ def token_reader(model: nn.Module, *, use_cache: bool = True) -> TokenReader:
 
 
 class UncachedReader:
-    """Reads all tokens again for each new one. Padding is on the right, where a causal model does not see it."""
+    """Reads all tokens again for each new one. Padding is on the right, which a causal model does not attend to."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -195,9 +197,9 @@ class CachedReader:
 class StaticReader:
     """Reads one token with static shapes: compiled, and on a GPU captured as a CUDA graph.
 
-    The memory of keys and values is kept between calls, and so is the compiled code: reuse one object for many
-    batches. The number of positions is rounded up to a multiple of `length_multiple`: prompts of other lengths then use
-    the same code. `compiler` is a backend of torch.compile; None does not compile, for a GPU without a compiler.
+    The memory of keys and values and the compiled code are kept between calls: reuse one object for many batches. The
+    number of positions is rounded up to a multiple of `length_multiple`, so prompts of other lengths use the same code.
+    `compiler` is a backend of torch.compile; None does not compile, for a GPU without a compiler.
     """
 
     def __init__(
@@ -227,7 +229,7 @@ class StaticReader:
         prompts = KeyValueCache(ids.shape[1])
         logits = _read_prompts(self._model, ids, lengths, prompts)
         num_positions = -(-(ids.shape[1] + max_new_tokens) // self._length_multiple) * self._length_multiple
-        # A captured step reads parameters and cache where they were, in the precision of its capture.
+        # A captured step reads parameters and cache at their addresses, in the precision of its capture.
         is_autocast = torch.is_autocast_enabled(ids.device.type)
         dtype = torch.get_autocast_dtype(ids.device.type) if is_autocast else None
         addresses = tuple(one.data_ptr() for one in self._model.parameters())
@@ -239,7 +241,7 @@ class StaticReader:
         else:
             self._cache.lengths.copy_(row_lengths)
         self._cache.load(prompts, copies=copies)
-        self._cache.length = 0  # unread here; a constant, so that compiled code does not depend on it
+        self._cache.length = 0  # not read here; a constant, so that compiled code does not depend on it
         return logits.repeat_interleave(copies, dim=0)
 
     def read(self, tokens: Tensor) -> Tensor:
@@ -248,7 +250,7 @@ class StaticReader:
         assert self._cache.lengths is not None
         if self._recording is None:
             backend = pick_backend(str(tokens.device))
-            # A repetition writes the same keys and values to the same positions.
+            # Repeating it writes the same keys and values to the same positions.
             with backend.warming_up():
                 for _ in range(backend.num_warm_ups):
                     self._run([tokens])

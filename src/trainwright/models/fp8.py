@@ -22,13 +22,13 @@ from trainwright.models.names import last_parts, names_module, unmatched
 SMALLEST_GAIN = 1000
 """The smallest N·K / (N + K) of a layer from K to N values that is fp8 by default; a square layer of width 2000.
 
-Per token, fp8 saves time on 6·N·K operations, and its casts move about six bytes for each of the N + K values. By that
-count 400 would be enough, but the compiler also recomputes expensive functions such as GELU in the casting kernels. On
-an H200, fp8 shortens a step of TinyLlama (values of 1,024 and more) by a fifth and lengthens one of GPT-2 small (values
-up to 614) by 4 % (benchmarks/results/gpu.md)."""
+Per token, fp8 saves time on 6·N·K operations, and its casts move about six bytes for each of the N + K values. By this
+count 400 would be sufficient, but the compiler also recomputes expensive functions such as GELU in the casting kernels.
+On an H200, fp8 shortens a step of TinyLlama (values of 1,024 and more) by a fifth and lengthens one of GPT-2 small
+(values up to 614) by 4 % (benchmarks/results/gpu.md)."""
 
 _PLAIN = {nn.Linear: Fp8Linear, LoRALinear: Fp8LoRALinear}
-"""The classes of layers that can be fp8, with the class that they get."""
+"""The classes of layers that can be fp8, with the class that replaces each."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ from trainwright.user_code.locations import parameters_of
 
 
 class FreezeRule(NamedTuple):
-    """An entry of `model.freeze`: globs of parameter names, and when they become trainable; never without a limit."""
+    """An entry of `model.freeze`: globs of parameter names, and when they become trainable; never if there is no
+    limit."""
 
     globs: tuple[str, ...]
     until_step: int | None = None
@@ -109,11 +110,11 @@ Make = Callable[[Any, nn.Module], nn.Module]
 def replace_modules(model: nn.Module, rules: Mapping[str, Any], make: Make) -> list[str]:
     """Replaces each sub-module that a rule's glob matches by `make(component, old)`; returns their names.
 
-    If a glob matches a module and another one inside of it, it means the outer one. Two rules that match one module, or
-    one inside of the other, are rejected, as is a rule that matches nothing; the model is then unchanged. The order of
-    the rules has no effect: modules are created in the model's order. A module that the model has twice is replaced by
-    one. The new modules are in training or evaluation mode as the old ones were; nothing else is copied, so that a
-    weight that was tied to the old one is no longer tied.
+    If a glob matches a module and another one inside of it, the outer one is replaced. Two rules that match one module,
+    or one inside of the other, are rejected, as is a rule that matches nothing; the model is then unchanged. The order
+    of the rules has no effect: modules are created in the model's order. A module that the model has twice is replaced
+    by one. The new modules have the training or evaluation mode of the old ones; nothing else is copied, so a weight
+    that was tied to the old one is no longer tied.
     """
     owners = claimed_modules(model, rules)
     created: dict[int, nn.Module] = {}
@@ -132,7 +133,7 @@ def replace_modules(model: nn.Module, rules: Mapping[str, Any], make: Make) -> l
                 kind = type(new).__name__
                 raise ConfigError(f'replace: "{glob}" returned a {kind}, not a torch.nn.Module, for {name}.')
             created[id(old)] = new.train(old.training)
-    # Only when all are created: a constructor that fails leaves the model unchanged.
+    # Only after all are created, so that a failing constructor leaves the model unchanged.
     for name, old in old_modules.items():
         model.set_submodule(name, created[id(old)])
     return list(owners)
@@ -180,12 +181,11 @@ def build_model_section(
 ) -> tuple[nn.Module, PretrainedFacts | None]:
     """Builds the model of a `model` section, on the CPU, in training mode.
 
-    Also returns the facts of its pretrained folder, None without one. With `kept`, the facts of an earlier start, the
-    folder is not searched and no weights are loaded: a checkpoint has them. The folder is loaded again if `reader`,
-    user code that gets the model next, or a replacement with the parameter `replaces` may compute something from the
-    loaded weights that no checkpoint has.
-    Randomly initialized parameters (a head that the pretrained files lack, those of a replacement) are trained also
-    with adapters, which freeze the rest: frozen, they would stay noise.
+    Also returns the facts of its pretrained folder; None without one. With `kept`, the facts of an earlier start, the
+    folder is not needed and no weights are loaded, because a checkpoint has them. The folder is loaded again if
+    `reader`, user code that receives the model next, or a replacement with the parameter `replaces` may compute a value
+    from the loaded weights that no checkpoint has. Randomly initialized parameters (of a head that the pretrained files
+    lack, or of a replacement) are trained even with adapters, which freeze all others.
     """
     reserved, origin = section.reserved, _origin_in_args(section, origin)
     pretrained = _read_pretrained(reserved.get("pretrained"), project_dir, origin)
@@ -200,7 +200,7 @@ def build_model_section(
     elif dtype is not None and (is_transformers_class(target) or "dtype" in (parameters_of(target) or ())):
         component, dtype = _with_args(section, dtype=str(dtype).removeprefix("torch.")), None
     readers = [rule.type for rule in rules.values() if _asks_for_replaced(rule, project_dir)]
-    # A user's file may draw while it is imported, which happens only once in a process.
+    # A user's file may draw random numbers when it is imported, which happens only once per process.
     restore_generators()
     if pretrained is None:
         is_narrow = dtype in (torch.bfloat16, torch.float16) and _draws_plainly(target)
@@ -213,8 +213,8 @@ def build_model_section(
         if kept is not None:
             pretrained = replace(pretrained, reader=reader or next(iter(readers), None))
         model, facts = _build_pretrained(section, target, project_dir, pretrained, origin, kept, kernels=kernels)
-        # Loading draws less than building does. What follows may keep numbers that no checkpoint has (a computed
-        # buffer of a replacement), and must draw the same ones at every start.
+        # Loading draws fewer random numbers than building. Later steps may keep random values that no checkpoint has (a
+        # computed buffer of a replacement), so they must draw the same numbers at every start.
         restore_generators()
     drawn = [] if facts is None else list(facts.report.missing)
     if rules:
@@ -282,13 +282,13 @@ def pretrained_folder(section: ModelSection, *, project_dir: Path) -> Path | Non
 
 
 def is_as_shipped(section: ModelSection, *, project_dir: Path) -> bool:
-    """Returns True if this section builds a shipped class without user code, on the meta device if need be.
+    """Returns True if this section builds a shipped class without user code, which can be on the meta device.
 
     A user's class, a replacement or peft may compute from weights, or draw other random numbers; `lora` does not.
     """
     restore_generators = _save_generators()
     _, target = _find(section, project_dir)
-    restore_generators()  # a file may draw while it is imported
+    restore_generators()  # a file may draw random numbers when it is imported
     is_changed = "replace" in section.reserved or "peft" in section.reserved
     return _is_shipped_kind(target) and target.is_shipped() and not is_changed
 
@@ -296,7 +296,7 @@ def is_as_shipped(section: ModelSection, *, project_dir: Path) -> bool:
 def build_without_memory(
     section: ModelSection, *, project_dir: Path, origin: registry.OriginOf, kept: PretrainedFacts | None
 ) -> nn.Module:
-    """Builds the model of a section that is as shipped on the meta device: names, sizes and dtypes, without values.
+    """Builds the model of a section without user code on the meta device: names, sizes and dtypes, without values.
 
     `kept` are the facts of the pretrained folder, from the rank that has the values; None without a folder.
     """
@@ -305,7 +305,7 @@ def build_without_memory(
 
 
 def _read_kernels(section: ModelSection, target: Any, origin: registry.OriginOf) -> Kernels:
-    """Returns `model.kernels`, which only classes of transformers have."""
+    """Returns `model.kernels`, which only applies to classes of transformers."""
     given = section.reserved.get("kernels", "fast")
     if given not in get_args(Kernels):
         problem = f"must be one of {', '.join(get_args(Kernels))}; got {given!r}."
@@ -346,14 +346,14 @@ def _find(section: ModelSection, project_dir: Path) -> tuple[ModelSection, Any]:
         section = kept.located_at(section.origin)  # type: ignore[assignment]  # the same class
     own = (parameters_of(target) or {}).get("args")
     if "args" in section and own is not None and own.kind is not own.VAR_POSITIONAL:
-        # A constructor such as Net(args) gets the mapping itself.
+        # A constructor such as Net(args) receives the mapping itself.
         bare = ModelSection.from_mapping({key: value for key, value in section.items() if key != "args"})
         section = _with_args(bare.located_at(section.origin), args=section["args"])
     return section, target
 
 
 def _origin_in_args(section: ModelSection, origin: registry.OriginOf) -> registry.OriginOf:
-    """Returns a function that also finds the arguments that are written in `model.args`."""
+    """Returns a function that also finds the arguments in `model.args`."""
 
     def origin_of(setting: str) -> Any:
         first = setting.removeprefix("model.").partition(".")[0]
@@ -364,7 +364,7 @@ def _origin_in_args(section: ModelSection, origin: registry.OriginOf) -> registr
 
 
 def _with_args(section: Component, **arguments: Any) -> ModelSection:
-    """Returns the section with further arguments, whatever names are reserved."""
+    """Returns the section with further arguments, even if their names are reserved."""
     values = {**section, "args": {**section.get("args", {}), **arguments}}
     return ModelSection.from_mapping(values).located_at(section.origin)  # type: ignore[return-value]  # the same class
 
@@ -379,7 +379,7 @@ def _build_pretrained(
     *,
     kernels: Kernels,
 ) -> tuple[nn.Module, PretrainedFacts]:
-    """Builds a model and loads its pretrained weights, or with `kept` gives it the sizes and dtypes that it had."""
+    """Builds a model and loads its pretrained weights, or with `kept` restores its sizes and dtypes."""
     with (
         _located("model: ", section.origin, origin=origin, arguments=section.arguments),
         _located("model.pretrained: ", pretrained.where, CheckpointError),
@@ -425,7 +425,8 @@ def _build_from_folder(
     *,
     kernels: Kernels,
 ) -> tuple[nn.Module, LoadReport]:
-    """Builds a class that reads Hugging Face's folders: the files have the sizes, and `arguments` change them."""
+    """Builds a class that reads Hugging Face's folders: the sizes come from the files, and `arguments` override
+    them."""
     if is_transformers_class(target):
         if pretrained.allow_pickle:
             raise ConfigError("pretrained.allow_pickle has no effect on models of transformers. Remove it.")
@@ -471,7 +472,7 @@ class _Pretrained:
     strict: bool | None = None
     """None means true, except that classes of transformers initialize a head that another class's files lack."""
     dtype: torch.dtype = torch.float32
-    """Not the files' dtype by default: weights of 16 bits lose small updates."""
+    """Not the files' dtype by default, because 16-bit weights lose small updates."""
     has_dtype: bool = False
     """True if the config sets it."""
     allow_pickle: bool = False
@@ -531,7 +532,7 @@ def _read_pretrained(given: Any, project_dir: Path, origin: registry.OriginOf) -
 
 
 def _read_dtype(given: Any, pretrained: _Pretrained | None, origin: registry.OriginOf) -> torch.dtype | None:
-    """Reads `dtype: bf16`, the type of a model's weights; buffers keep theirs."""
+    """Reads `dtype: bf16`, the dtype of a model's weights; buffers keep their dtype."""
     if given is None:
         return None
     if pretrained is not None and pretrained.has_dtype:
@@ -566,9 +567,9 @@ def _rules(given: Any, origin: registry.OriginOf) -> dict[str, Component]:
 
 
 def _asks_for_replaced(component: Component, project_dir: Path) -> bool:
-    """Returns True if a replacement has the parameter `replaces`, and so gets the module that it replaces.
+    """Returns True if a replacement has the parameter `replaces`, and therefore receives the module that it replaces.
 
-    Any-keyword parameters do not count: they may be passed to another constructor.
+    `**kwargs` parameters do not count, because they may be passed to another constructor.
     """
     where, label = component.origin, "model.replace"
     target = registry.find("model", component.type, project_dir=project_dir, where=where, label=label)
@@ -601,8 +602,8 @@ def _located(
 ) -> Iterator[None]:
     """Adds the setting and its source location to errors of a kind.
 
-    With `origin` it is the location of the setting that an error begins with (`lora.rank: …`), or of one of the
-    `arguments` that it names: an override may have set that one alone.
+    With `origin`, it is the location of the setting that an error begins with (`lora.rank: …`), or of one of the
+    `arguments` that it names, which an override may have set separately.
     """
     try:
         yield
@@ -628,7 +629,7 @@ def _place_named(
 
 
 def _save_generators() -> Callable[[], None]:
-    """Returns a function that restores the present states of torch's CPU, Python's and numpy's generators."""
+    """Returns a function that restores the current states of torch's CPU, Python's and numpy's generators."""
     torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
 
     def restore() -> None:

@@ -1,6 +1,6 @@
 """Generates tokens with a decoder: `generate` yields them one by one, `sample_completions` returns those of a batch.
 
-decoding.py reads the tokens and returns the logits of the next one; here it is selected.
+decoding.py reads the tokens and returns the logits of the next one, which is selected here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from trainwright.models.layers.settings import check_ids
 from trainwright.user_code.locations import is_user_code
 
 CHECK_EVERY = 8
-"""On devices where reading a value waits, this many tokens are generated between two checks whether all rows ended."""
+"""On devices where reading a value synchronizes, the number of tokens between two checks whether all rows have
+ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +33,13 @@ class Sampling:
     temperature: float = 1.0
     """0 selects the most likely token."""
     top_k: int | None = None
-    """Sample from this many of the most likely tokens; None: from all."""
+    """The number of most likely tokens to sample from; None: all tokens."""
     top_p: float | None = None
-    """Sample from the fewest tokens that have this probability together."""
+    """Sample from the smallest set of tokens with this total probability."""
     repetition_penalty: float = 1.0
     """Divides positive logits of tokens that the row already contains, and multiplies negative ones (CTRL's rule)."""
     min_new_tokens: int = 0
-    """So many tokens are generated before a stop token can be."""
+    """The number of tokens before a stop token can be generated."""
     stop_ids: Collection[int] = ()
 
     def __post_init__(self) -> None:
@@ -79,14 +80,15 @@ def generate(
 ) -> Generator[Tensor, None, None]:
     """Yields the next token of each row, [B], `max_new_tokens` times, or until each row has stopped.
 
-    `input_ids` are [B, S], without padding. A token is sampled from the `top_k` most likely (all, if None) and of those
-    from the fewest with `top_p` of the probability; temperature 0 selects the most likely. `repetition_penalty` and
-    `min_new_tokens` are those of `Sampling`. After one of `stop_ids` a row yields it again. The model is in evaluation
-    mode meanwhile.
+    `input_ids` are [B, S], without padding. A token is sampled from the `top_k` most likely ones (all if None) and, of
+    these, from the smallest set with probability `top_p`; temperature 0 selects the most likely. `repetition_penalty`
+    and
+    `min_new_tokens` are those of `Sampling`. After one of `stop_ids`, a row repeats it. The model is in evaluation mode
+    during generation.
 
-    A model whose `forward` accepts a `cache` gets one, and one of transformers uses its own; others process all tokens
-    every time. `reader` is a `StaticReader` for this model. More tokens than the model has positions for are rejected
-    before the first.
+    A model whose `forward` accepts a `cache` receives one, and a transformers model uses its own; others process all
+    tokens every time. `reader` is a `StaticReader` for this model. A number of tokens that exceeds the model's
+    positions is rejected before the first token.
     """
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
@@ -125,7 +127,7 @@ class Completions:
     """The result of `sample_completions`; N rows are `num_return_sequences` for each prompt, in the prompts' order."""
 
     tokens: Tensor
-    """[N, T]: the generated tokens, the stop token included, then `pad_id`."""
+    """[N, T]: the generated tokens, including the stop token, then `pad_id`."""
     mask: Tensor
     """[N, T], True for generated tokens, False for padding."""
     is_stopped: Tensor
@@ -163,19 +165,19 @@ def sample_completions(
     """Samples continuations of prompts of any lengths, `num_return_sequences` for each, as one batch.
 
     `seeds` has one number per prompt, and is required unless `temperature` is 0. A row depends on its prompt, its seed
-    and its number among the sequences of its prompt, not on the other rows of the batch (but for rounding: a product of
-    matrices may round otherwise in a larger batch). No generator of torch is read or changed.
+    and its number among the sequences of its prompt, but not on the other rows of the batch (except for rounding, which
+    may differ in a larger batch). torch's generators are neither read nor changed.
 
     `log_probabilities` are those of the model at this temperature (at 1 if it is 0), before the penalty, `top_k` and
-    `top_p`. The remaining arguments are those of `generate`. The model may be in training: it is in evaluation mode
-    meanwhile, and in its previous mode afterwards.
+    `top_p`. The remaining arguments are those of `generate`. The model is in evaluation mode during generation; its
+    previous mode is restored afterwards.
 
-    `ended_rows` receives the tokens [N, T] so far and returns which rows [N] need no more, such as those that contain a
-    text that ends them. It ends the generation of all rows together, and marks no row as stopped.
+    `ended_rows` receives the tokens [N, T] so far and returns a mask [N] of finished rows, such as those that contain a
+    stop text. It ends the generation of all rows, and marks no row as stopped.
 
-    If forwards are collective, as with sharded parameters, all ranks must call the model equally often: `all_stopped`
-    receives whether all rows of this rank have stopped, and returns whether those of all ranks have. Every rank must
-    pass a `max_new_tokens` of the same number.
+    If forwards are collective, as with sharded parameters, all ranks must call the model the same number of times:
+    `all_stopped` receives whether all rows of this rank have stopped, and returns whether those of all ranks have.
+    Every rank must pass the same `max_new_tokens`.
     """
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
@@ -250,7 +252,7 @@ class _Step(NamedTuple):
     is_new: Tensor
     """[B], False for rows that had stopped before."""
     is_stopped: Tensor
-    """[B], True for rows that have stopped by now."""
+    """[B], True for rows that have stopped."""
     logits: Tensor
     """[B, vocabulary], float32, as the model returned them."""
 
@@ -264,7 +266,8 @@ def _steps(
     uniforms: Callable[[int], Tensor] | None,
     copies: int = 1,
 ) -> Iterator[_Step]:
-    """Yields `max_new_tokens` tokens of each row; `uniforms` returns the numbers [B] for a step, None to take the best.
+    """Yields `max_new_tokens` tokens of each row; `uniforms` returns the random numbers [B] of a step, or None to
+    select the most likely token.
 
     A row that has stopped repeats its stop token.
     """
@@ -326,8 +329,8 @@ def select(
 ) -> Tensor:
     """Returns one token per row of the logits [B, vocabulary], selected by the number in [0, 1) in `uniforms` [B].
 
-    The probabilities of the tokens lie side by side in the order of the vocabulary, so that logits with another
-    rounding give the same token, except next to a border. Temperature 0, or no uniforms: the most likely token.
+    The probabilities of the tokens are adjacent intervals in the order of the vocabulary, so differently rounded logits
+    select the same token, except near a boundary. Temperature 0, or no uniforms: the most likely token.
     """
     if temperature <= 0 or uniforms is None:
         return logits.argmax(dim=-1)
@@ -384,7 +387,7 @@ def _shifted(numbers: Tensor, num_bits: int) -> Tensor:
 
 
 def _seen(input_ids: Tensor, lengths: Sequence[int], vocab_size: int) -> Tensor:
-    """Returns [P, vocabulary], True for the tokens of each prompt."""
+    """Returns a mask [P, vocabulary] of the tokens of each prompt."""
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)
     is_padding = positions >= torch.tensor(lengths, device=input_ids.device)[:, None]
     own = torch.where(is_padding, input_ids[:, :1], input_ids)
@@ -424,21 +427,21 @@ def _check_room(model: nn.Module, lengths: Sequence[int], max_new_tokens: int) -
 
 
 def room_after(model: nn.Module, num_tokens: int) -> int | None:
-    """Returns how many tokens a model can generate after these; None without a limit."""
+    """Returns the number of tokens that a model can generate after these; None without a limit."""
     positions = _max_positions(model)
     # The last generated token is not read and needs no position.
     return None if positions is None else max(0, positions - num_tokens + 1)
 
 
 def _max_positions(model: nn.Module) -> int | None:
-    """Returns the number of positions of a model: our models' attribute, or that of transformers' config."""
+    """Returns the number of positions of a model: the attribute of a shipped model, or that of transformers' config."""
     config = getattr(model, "config", None)
     found = getattr(model, "max_positions", None) or getattr(config, "max_position_embeddings", None)
     return int(found) if found else None
 
 
 def vocabulary_size(model: nn.Module) -> int | None:
-    """Returns how many tokens a model has embeddings for: our models' setting, or that of transformers' config."""
+    """Returns the number of embeddings of a model: the setting of a shipped model, or that of transformers' config."""
     settings = getattr(model, "settings", None)
     found = settings.get("vocab_size") if isinstance(settings, Mapping) else None
     found = found or getattr(getattr(model, "config", None), "vocab_size", None)

@@ -1,6 +1,6 @@
-"""GPT2: a decoder-only transformer with learned positions, a norm before each layer's parts and a GELU MLP.
+"""GPT2: a decoder-only transformer with learned positions, pre-normalization and a GELU MLP.
 
-Parameters are named as in transformers' GPT2LMHeadModel; its files store projections as [in, out], so that they are
+Parameters are named as in transformers' GPT2LMHeadModel; its files store projections as [in, out], so they are
 transposed when read and written. Shapes in comments: batch B, sequence S, hidden width D. The forward pass is in
 decoder.py, training in trainers/language_model.py, sharding in parallel/.
 """
@@ -27,10 +27,10 @@ class GPT2(DecoderModel):
     """Predicts the next token at every position.
 
     `forward` returns `{"loss": ..., "logits": ...}`; the loss is `criterion` over all tokens with a label, or None
-    without labels. `intermediate_size` defaults to four times the hidden size. `dropout` applies to what each part
-    adds to the stream, `embedding_dropout` (default: the same) to the embeddings, `attention_dropout` to the attention
-    weights. `fused_loss` computes head and loss in chunks while training, so that the logits of all tokens are never
-    in memory: `logits` is then None. None enables it on a GPU if the model has its original head and criterion.
+    without labels. `intermediate_size` defaults to four times the hidden size. `dropout` applies to the output of each
+    part, `embedding_dropout` (default: the same) to the embeddings, and `attention_dropout` to the attention weights.
+    `fused_loss` computes head and loss in chunks in training, so the logits of all tokens are never in memory and
+    `logits` is None. None enables it on a GPU if the model has its original head and criterion.
     """
 
     hugging_face_types = ("gpt2",)
@@ -111,10 +111,10 @@ class GPT2(DecoderModel):
     def reset_parameters(self) -> None:
         """Initializes all weights and ties the head."""
         std = self.settings["initializer_range"]
-        # What adds to the stream starts smaller the deeper the model is, so that the stream does not grow with depth.
+        # The initial weights of output projections decrease with depth, so that the residual stream does not grow.
         draw_weights(self, std, c_proj=std / math.sqrt(2 * len(self.transformer.h)))
         if self.settings["tie_embeddings"]:
-            # Moving off the meta device makes two parameters of the shared one; this makes them one again.
+            # Moving off the meta device creates two parameters from a shared one; this ties them again.
             self.lm_head.weight = self.transformer.wte.weight
 
 
@@ -134,12 +134,12 @@ class Decoder(DecoderStack):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The blocks; files call them `h`."""
+        """The blocks, named `h` in files."""
         return self.h
 
     @property
     def norm(self) -> nn.Module:
-        """The norm after the last block; files call it `ln_f`."""
+        """The norm after the last block, named `ln_f` in files."""
         return self.ln_f
 
     def begin(self, input_ids: Tensor, position_ids: Tensor | None = None, *, start: int = 0) -> Tensor:
@@ -164,7 +164,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(settings["dropout"])
 
     def forward(self, hidden: Tensor, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
-        """Returns the residual stream after this block; dropout applies to what is added, not to the stream."""
+        """Returns the residual stream after this block; dropout applies to the added outputs."""
         attended: Tensor = self.dropout(self.attn(self.ln_1(hidden), mask, cache))
         hidden = hidden + attended
         transformed: Tensor = self.dropout(self.mlp(self.ln_2(hidden)))
@@ -184,7 +184,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, hidden: Tensor, mask: Mask | None, cache: LayerCache | None = None) -> Tensor:
-        """Mixes positions: [B, S, D] → [B, S, D]."""
+        """Returns the attention output: [B, S, D] → [B, S, D]."""
         projected = self.c_attn(hidden).chunk(3, dim=-1)  # each [B, S, D], without a copy
         queries, keys, values = (split_heads(one, self.head_size) for one in projected)
         dropout = self.dropout if self.training else 0.0
@@ -203,6 +203,6 @@ class MLP(nn.Module):
         self.activation = find_activation(settings["activation"])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Returns what is added to the residual stream."""
+        """Returns the output that is added to the residual stream."""
         output: Tensor = self.c_proj(self.activation(self.c_fc(hidden)))
         return output

@@ -1,6 +1,6 @@
-"""The names of a model's weights in our module and in Hugging Face's files, and how each becomes the other.
+"""Maps the names of a model's weights between the module and Hugging Face's files.
 
-Models name their parameters as transformers does wherever they can, so that most keys need no rule at all.
+Models name their parameters like transformers where possible, so most keys need no rule.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KeyRule:
 
 
 class KeyMap:
-    """Translates keys by rules, both ways: each answer is the key on the other side and whether to transpose."""
+    """Translates keys in both directions: each result is the key on the other side, and whether to transpose."""
 
     def __init__(self, rules: Sequence[KeyRule] = (), *, ignored: Sequence[str] = (), prefix: str = "") -> None:
         self._from_ours = [(pattern(rule.ours), rule.theirs, rule.transpose) for rule in rules]
@@ -61,7 +61,7 @@ class KeyMap:
 
 
 def pattern(text: str) -> re.Pattern[str]:
-    """Compiles a pattern of keys: `*` is one part between dots, `**` is any number of them but none."""
+    """Compiles a pattern of keys: `*` is one part between dots, `**` is one or more parts."""
     wild = {"*": r"([^.]+)", "**": r"(.+)"}
     return re.compile("".join(wild.get(piece) or re.escape(piece) for piece in re.split(r"(\*+)", text)))
 

@@ -1,7 +1,7 @@
 """Llama: a decoder-only transformer with rotary positions, grouped-query attention and a SwiGLU MLP.
 
-The same file is Qwen 2 (biases on queries, keys and values) and Mistral (a head size independent of the hidden size).
-Parameters are named as in transformers' LlamaForCausalLM, so that its weights load without rules.
+This file also covers Qwen 2 (biases on queries, keys and values) and Mistral (a head size independent of the hidden
+size). Parameters are named as in transformers' LlamaForCausalLM, so that its weights load without rules.
 Shapes in comments: batch B, sequence S, hidden width D, query heads H, key-value heads K, head width W. The forward
 pass is in decoder.py, training in trainers/language_model.py, sharding in parallel/.
 """
@@ -35,12 +35,12 @@ class Llama(DecoderModel):
     """Predicts the next token at every position.
 
     `forward` returns `{"loss": ..., "logits": ...}`; the loss is `criterion` over all tokens with a label, or None
-    without labels. `intermediate_size` defaults to 8/3 of the hidden size, rounded up to a multiple of 64: three
-    matrices of that width have as many weights as the two of a classic MLP that is four times as wide as the model.
+    without labels. `intermediate_size` defaults to 8/3 of the hidden size, rounded up to a multiple of 64, so the three
+    matrices have as many weights as the two of a classic MLP with four times the hidden size.
     `head_size` defaults to hidden_size / num_heads, `num_kv_heads` to `num_heads`. `rope_scaling` is
     `{rope_type: linear, factor: 2.0}` or Llama 3's (layers/rotary.py); `attention_bias` is one of BIASES.
-    `fused_loss` computes head and loss in chunks while training, so that the logits of all tokens are never in memory:
-    `logits` is then None. None enables it on a GPU if the model has its original head and criterion.
+    `fused_loss` computes head and loss in chunks while training, so the logits of all tokens are never in memory and
+    `logits` is None. None enables it on a GPU if the model has its original head and criterion.
     """
 
     hugging_face_types = ("llama", "qwen2", "mistral")
@@ -122,7 +122,7 @@ class Llama(DecoderModel):
 
     @property
     def hugging_face_type(self) -> str:
-        """The type that was read if it supports this model's biases, else one that does."""
+        """The type that was read if it supports this model's biases, otherwise one that does."""
         by_bias = {"qkv": "qwen2", "all": "llama"}.get(self.settings["attention_bias"])
         read = self.hugging_face_config.get("model_type", "llama")
         return by_bias or ("llama" if read == "qwen2" else str(read))
@@ -215,8 +215,9 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, rotations: Rotations, mask: Mask | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """Returns the residual stream after this layer; dropout applies to what is added, not to the stream."""
-        # No name for what is added: the tensor would live, unused, until the end of the layer.
+        """Returns the residual stream after this layer; dropout applies to the added outputs."""
+        # The added output has no variable, because the tensor would otherwise stay in memory until the end of the
+        # layer.
         hidden = hidden + self.dropout(self.self_attn(self.input_layernorm(hidden), rotations, mask, cache))
         output: Tensor = hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
         return output
@@ -240,7 +241,8 @@ class Attention(nn.Module):
     def forward(
         self, hidden: Tensor, rotations: Rotations, mask: Mask | None, cache: LayerCache | None = None
     ) -> Tensor:
-        """Mixes positions: [B, S, D] → [B, S, D]. Without a mask attention is causal over the sequence."""
+        """Returns the attention output: [B, S, D] → [B, S, D]. Without a mask, attention is causal over the
+        sequence."""
         projected = linears(hidden, self.q_proj, self.k_proj, self.v_proj)
         queries, keys, values = (split_heads(each, self.head_size) for each in projected)  # [B, H or K, S, W]
         queries, keys = rotate(queries, rotations), rotate(keys, rotations)
@@ -266,7 +268,7 @@ class SwiGLU(nn.Module):
 
 
 def default_intermediate_size(hidden_size: int) -> int:
-    """Returns 8/3 of the hidden size, rounded up to a multiple of 64, which matrix units are faster with."""
+    """Returns 8/3 of the hidden size, rounded up to a multiple of 64, for which matrix units are faster."""
     return -(-8 * hidden_size // (3 * 64)) * 64
 
 
@@ -295,8 +297,8 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
         raise ConfigError(f"head_size is {settings['head_size']}. Rotary positions need an even one.")
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}: each key-value head serves "
-            "equally many query heads. Change one of the two."
+            f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}: each key-value head serves the "
+            "same number of query heads. Change one of the two."
         )
     if settings["attention_bias"] not in BIASES:
         raise ConfigError(f"attention_bias is {settings['attention_bias']!r}. Use one of: {', '.join(BIASES)}.")

@@ -1,4 +1,5 @@
-"""LoRA: linear layers keep their weight and learn a product of two thin matrices; adapters in PEFT's file layout."""
+"""LoRA: linear layers keep their weight and train a product of two low-rank matrices; adapters in PEFT's file
+format."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from trainwright.models.saving import as_stored, has_files_of_others, is_model_f
 class LoRALinear(nn.Linear):
     """A linear layer with frozen `weight` and `bias` and a trained product `lora_b @ lora_a`.
 
-    `add_lora` turns an nn.Linear into one. The adapter of a 16-bit layer is float32: 16 bits lose small updates.
+    `add_lora` converts an nn.Linear to one. The adapter of a 16-bit layer is float32, because 16 bits lose small
+    updates.
     """
 
     lora_a: nn.Parameter
@@ -54,12 +56,12 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def reset_adapter(self) -> None:
-        """Initializes A like a linear layer and B with 0: the layer's output is then the same as without them."""
+        """Initializes A like a linear layer and B with 0, so the layer's output is the same as without an adapter."""
         nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
         nn.init.zeros_(self.lora_b)
 
     def extra_repr(self) -> str:
-        """Adds the adapter's settings to what torch prints."""
+        """Adds the adapter's settings to the representation."""
         return f"{super().extra_repr()}, rank={self.lora_rank}, alpha={self.lora_alpha}, dropout={self.lora_dropout}"
 
 
@@ -69,7 +71,7 @@ def add_adapters(input: Tensor, layers: Sequence[LoRALinear], outputs: Sequence[
     The first matrices of all adapters are one product, so that the input is read once and its gradient written once.
     """
     first = layers[0].lora_a if len(layers) == 1 else torch.cat([layer.lora_a for layer in layers])
-    # Autocast casts both to its dtype: before it, a float32 copy of the input would only take memory.
+    # Autocast casts both to its dtype, so a float32 copy of the input would only take memory.
     states = input if torch.is_autocast_enabled(input.device.type) else input.to(first.dtype)
     inner = F.linear(states, first).split_with_sizes([layer.lora_rank for layer in layers], dim=-1)
     added = (
@@ -97,7 +99,7 @@ def add_lora(
     globs = as_globs("lora.match", match)
     if not globs:
         raise ConfigError("lora.match: matches no layer. Use a glob such as *.q_proj.")
-    # Includes layers that `_adapt` rejects: left out silently, they would seem trained.
+    # Includes layers that `_adapt` rejects, because silently omitted layers would seem trained.
     linear = [name for name, one in model.named_modules() if name and (isinstance(one, nn.Linear) or is_conv1d(one))]
     for glob in globs:
         if not any(names_module(glob, name) for name in linear):
@@ -127,8 +129,7 @@ def _adapt(
         own[name].requires_grad_(True)
     for name in layers:
         layer: Any = modules[name]
-        # Changes the object's class instead of the object in its parent: hooks stay, and a layer that the model has
-        # twice is still one layer.
+        # Changes the object's class instead of replacing the object, so hooks are kept and a shared layer stays shared.
         layer.__class__ = LoRALinear
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         options = {"device": layer.weight.device, "dtype": dtype}
@@ -140,10 +141,10 @@ def _adapt(
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> list[str]:
-    """Adds each adapter's product to its layer's weight and makes the layer a plain nn.Linear, in place.
+    """Adds each adapter's product to its layer's weight and converts the layer to a plain nn.Linear, in place.
 
-    Returns the layers' names. The sum is rounded once, to the weight's dtype. Frozen parameters stay frozen. To a
-    quantized layer, the product is added to the dequantized weight, not to the one before it was quantized.
+    Returns the layers' names. The sum is rounded once, to the weight's dtype. Frozen parameters stay frozen. For a
+    quantized layer, the product is added to the dequantized weight, not to the original one.
     """
     layers = dict(lora_layers(model))
     for layer in layers.values():
@@ -167,7 +168,7 @@ def keeps_base(model: nn.Module) -> bool:
     """Returns True if the adapters of a new model add nothing yet, and no other parameter is trainable."""
     adapters = _adapter_names(model)
     is_alone = all(name in adapters for name, one in model.named_parameters() if one.requires_grad)
-    # Weights on the meta device, or of an estimate, are as `add_lora` leaves them.
+    # Weights on the meta device, or of an estimate, are assumed to be unchanged since `add_lora`.
     products = (layer.lora_b.data for _, layer in lora_layers(model))
     return is_alone and not any(type(one) is Tensor and not one.is_meta and one.any() for one in products)
 
@@ -187,7 +188,7 @@ def without_lora(model: nn.Module) -> Iterator[None]:
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what training with adapters changes: their matrices, and every other trainable parameter."""
+    """Returns the weights that training with adapters changes: their matrices, and every other trainable parameter."""
     adapters = _adapter_names(model)
     own = dict(model.named_parameters())
     return {name: one.detach() for name, one in own.items() if name in adapters or one.requires_grad}
@@ -226,7 +227,7 @@ def _reject_misfit(
 
 
 def _why_not(name: str, modules: dict[str, nn.Module]) -> str:
-    """Returns why this module cannot have an adapter; an empty string if it can."""
+    """Returns the reason why this module cannot have an adapter; an empty string if it can."""
     module, parent = modules[name], modules[name.rpartition(".")[0]]
     if is_conv1d(module):
         return (
@@ -280,7 +281,7 @@ PREFIX = "base_model.model."
 THEIR_ENDS: Mapping[str, str] = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
 # Keys of adapter_config.json that do not change the outputs, or are read. All others must be empty (null, false, [],
-# {}): an unknown kind of adapter would load, and compute something else.
+# {}), because an unknown kind of adapter would load but compute a different output.
 KNOWN_KEYS = (
     "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "task_type",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "modules_to_save",

@@ -1,4 +1,4 @@
-"""The contract of the shipped models: an `nn.Module` that also reads and writes Hugging Face's files.
+"""The base class of the shipped models: an `nn.Module` that also reads and writes Hugging Face's files.
 
 Each model file adds its architecture. Finding and reading files is in pretrained.py, writing them in saving.py; sizes
 are data, see presets.py. AutoModel selects a class by a folder's config.json.
@@ -55,16 +55,16 @@ class Model(nn.Module):
     hugging_face_architectures: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """For each model_type, the class name in transformers, which is written as `architectures`."""
     key_rules: ClassVar[tuple[KeyRule, ...]] = ()
-    """Our names of weights and those in files, where they differ."""
+    """Names of weights that differ between the module and files."""
     ignored_keys: ClassVar[tuple[str, ...]] = ()
     """Patterns (as in KeyRule) of keys in files that are copies or computed, and are not read."""
     hugging_face_prefix: ClassVar[str] = ""
-    """The prefix of the body's weights (`model`, `bert`), which files of models without a head lack."""
+    """The prefix of the body's weights (`model`, `bert`), which is missing in files of models without a head."""
 
     config_keys: ClassVar[Mapping[str, tuple[str, Any]]] = MappingProxyType({})
-    """Our settings, each with its key in config.json and transformers' default."""
+    """The settings, each with its key in config.json and transformers' default."""
     fixed_config: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """Keys of config.json of which the class supports one value, which it also writes."""
+    """Keys of config.json for which the class supports a single value, which it also writes."""
     has_labels: ClassVar[bool] = False
     """True for a classifier with the setting `num_labels`; config.json has the names of the labels instead."""
     transformers_class: ClassVar[str] = "AutoModelForCausalLM"
@@ -86,7 +86,7 @@ class Model(nn.Module):
 
     @property
     def hugging_face_type(self) -> str:
-        """The `model_type` that save_pretrained writes: the one that was read, else the class's first."""
+        """The `model_type` that save_pretrained writes: the one that was read, or the class's first."""
         return str(self.hugging_face_config.get("model_type") or self.hugging_face_types[0])
 
     @classmethod
@@ -112,7 +112,7 @@ class Model(nn.Module):
         }
 
     def reset_parameters(self) -> None:
-        """Initializes all weights and ties what is tied; also called for a model created on the meta device."""
+        """Initializes all weights and ties tied weights; also called for a model created on the meta device."""
         raise NotImplementedError(f"{type(self).__name__} must define reset_parameters.")
 
     def count_targets(self, labels: Tensor) -> Tensor | None:
@@ -124,10 +124,10 @@ class Model(nn.Module):
         return count_labels(self.criterion, labels) if is_own else None
 
     def begin(self, *args: Any, **batch: Any) -> Tensor:
-        """Returns the hidden states that the first block gets; the arguments are those of `forward`.
+        """Returns the hidden states for the first block; the arguments are those of `forward`.
 
-        A model with `blocks` has its forward also in three steps for the stages of a pipeline (parallel/pipeline.py).
-        Every block keeps shape and dtype.
+        A model with `blocks` also defines its forward in three steps for the stages of a pipeline
+        (parallel/pipeline.py). Every block keeps shape and dtype.
 
             hidden = model.begin(**batch)
             for block in blocks:
@@ -137,22 +137,22 @@ class Model(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no stack of blocks, so it cannot be a pipeline.")
 
     def hidden_shape(self, *args: Any, **batch: Any) -> tuple[int, ...]:
-        """Returns the shape of what `begin` returns for a batch, without using any parameter."""
+        """Returns the shape of the result of `begin` for a batch, without using any parameter."""
         raise NotImplementedError
 
     def beside(self, *args: Any, **batch: Any) -> tuple[Any, ...]:
-        """Returns what each block gets in addition to the hidden states; it uses no parameters."""
+        """Returns the arguments of each block in addition to the hidden states; uses no parameters."""
         raise NotImplementedError
 
     def finish(self, hidden: Tensor, **batch: Any) -> dict[str, Tensor | None]:
-        """Returns what `forward` returns, from the last block's hidden states."""
+        """Returns the result of `forward` from the last block's hidden states."""
         raise NotImplementedError
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # whatever torch takes
-        """Returns the weights as torch does, a tied one under all of its names.
+        """Returns the weights as in torch, tied ones under all of their names.
 
-        Only transformers' Trainer gets a tied one once: it passes the result to safetensors, which rejects tensors
-        that share memory, and it has no other way to learn of ties of a model that is not from transformers.
+        Only for transformers' Trainer, a tied weight has one name: it passes the result to safetensors, which rejects
+        tensors that share memory, and it does not know the ties of other models.
         """
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
         if sys._getframe(1).f_globals.get("__name__") == "transformers.trainer":
@@ -166,12 +166,13 @@ class Model(nn.Module):
         return [name for name, names in shared_names(self).items() if name != names[0]]
 
     def tie_weights(self) -> None:
-        """Does nothing; transformers' Trainer calls it after loading. Weights are filled in place, and ties stay."""
+        """Does nothing; called by transformers' Trainer after loading. Weights are filled in place, so ties are
+        kept."""
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
     ) -> None:
-        """Keeps ties also where tensors are assigned: torch would create a parameter for each name."""
+        """Keeps ties if tensors are assigned; torch would create a parameter for each name."""
         if local_metadata.get("assign_to_params_buffers"):
             own = dict(self.named_parameters(remove_duplicate=False))
             for names in set(shared_names(self).values()):
@@ -225,7 +226,7 @@ class Model(nn.Module):
         allow_pickle: bool = False,
         **overrides: Any,
     ) -> tuple[Self, LoadReport]:
-        """Does what from_pretrained does, and also returns which weights were missing and which keys unexpected.
+        """Like from_pretrained, but also returns the missing weights and unexpected keys.
 
         The weights keep the files' dtype unless `dtype` is given. With `strict=False` missing weights are initialized
         and unexpected keys are ignored; both are logged. `overrides` change settings of the constructor. Pickles are
@@ -237,8 +238,8 @@ class Model(nn.Module):
         with _blamed_on(folder / CONFIG_FILE, cls, overrides):
             check_type(cls, config)
             settings = cls.settings_from_hugging_face(config) | overrides
-            # A shipped constructor only creates weights. A user's may do anything with them (draw other numbers,
-            # keep or mark them, compute from them), so that it gets weights with memory.
+            # A shipped constructor only creates weights. A custom constructor may do anything with them (draw other
+            # numbers, keep or mark them, compute from them), so it receives weights with memory.
             with on_meta() if cls.is_shipped() else torch.device(device):
                 model = cls(**settings)
         model.hugging_face_config = config
@@ -247,15 +248,15 @@ class Model(nn.Module):
 
     @classmethod
     def is_shipped(cls) -> bool:
-        """Returns True for our own classes, not for a user's subclass."""
+        """Returns True for the package's own classes, and False for a custom subclass."""
         return cls.__module__.startswith("trainwright.models.")
 
     def save_pretrained(self, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> Path:
-        """Writes config.json and the weights as transformers reads them, and returns the folder.
+        """Writes config.json and the weights in transformers' format, and returns the folder.
 
         An interrupted write leaves no model folder. In an existing model folder these files are replaced and all others
         (a tokenizer, a README) are kept; any other folder with files is rejected. The `model_type` is the one that was
-        read. A model that computes something else than its type is rejected (`changes_of` in saving.py).
+        read. A model whose outputs differ from those of its type is rejected (`changes_of` in saving.py).
         """
         kept = {key: value for key, value in self.hugging_face_config.items() if key not in _NOT_KEPT}
         config = kept | self.to_hugging_face()
@@ -311,7 +312,7 @@ def _blamed_on(file: str | Path, model_class: type[Model], overrides: Mapping[st
     try:
         yield
     except ConfigError as error:
-        if error.problem.startswith(f"{CONFIG_FILE} "):  # about the file alone, not the overrides
+        if error.problem.startswith(f"{CONFIG_FILE} "):  # concerns only the file, not the overrides
             raise type(error)(str(file) + error.problem.removeprefix(CONFIG_FILE)) from error
         raise type(error)(f"{place}: {error.problem}") from error
     except torch.OutOfMemoryError:

@@ -1,8 +1,8 @@
-"""How a config names places inside a model: globs over dotted names, and what is said where one matches nothing.
+"""Globs over dotted names, with which a config refers to modules and parameters of a model.
 
-Used by freeze.py, lora.py and replace.py. A glob of parameters is compared with their whole names, as those of
-optimizers are; a glob of modules also with the ends of names, for whose model calls its stack `model.layers` and whose
-`transformer.h` is nothing to know by heart.
+Used by freeze.py, lora.py and replace.py. A glob over parameters is compared with whole names, as for optimizers; a
+glob over modules also with the ends of names, so it need not contain the path of a model's stack, such as
+`model.layers` or `transformer.h`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MOST_SHOWN = 12
 
 
 def names_module(glob: str, name: str) -> bool:
-    """Does the glob name this module? It is compared with the whole name, and with its end from any dot on.
+    """Returns True if the glob matches this module. It is compared with the whole name, and with its end after any dot.
 
-    `*` stands for anything, dots too.
+    `*` matches any text, including dots.
 
     >>> name = "model.layers.0.mlp"
     >>> names_module("layers.*.mlp", name), names_module("mlp", name), names_module("lp", name)
@@ -52,7 +52,8 @@ def as_globs(label: str, given: Any) -> tuple[str, ...]:
 
 
 def unmatched(glob: str, names: Iterable[str], what: str) -> str:
-    """Says that a glob matches nothing, which one it may have been, and what there is (layers of a stack as one)."""
+    """Describes that a glob matches nothing, with the closest name and the existing names (layers of a stack as
+    one)."""
     stacked = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
     ends = dict.fromkeys(f"*.{name.rpartition('.')[2]}" for name in stacked if "." in name)
     found = nearest(glob, [*stacked, *ends], cutoff=0.5)

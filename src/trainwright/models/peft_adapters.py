@@ -1,7 +1,7 @@
 """Adapters of Hugging Face's peft: `model.peft: {type: lora, r: 8, target_modules: all-linear}`.
 
-peft changes the model in place, so that the model keeps its class; prompt learning is the exception, where peft's own
-model computes the forward. lora.py has adapters for models without peft.
+peft changes the model in place, so the model keeps its class; with prompt learning, however, peft's own model computes
+the forward. lora.py has adapters without peft.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def add_peft(model: nn.Module, config: Any, *, drawn: Iterable[str]) -> nn.Modul
     """Adds the adapter of a peft config and freezes the rest; returns the model to train.
 
     It is the same model, except for prompt learning. The modules of the parameters in `drawn`, which have no pretrained
-    values, are trained and saved as well (peft's `modules_to_save`): frozen, they would stay noise.
+    values, are trained and saved as well (peft's `modules_to_save`).
     """
     peft = _import_peft()
     if config.is_prompt_learning and config.task_type is None:
@@ -106,7 +106,7 @@ def add_peft(model: nn.Module, config: Any, *, drawn: Iterable[str]) -> nn.Modul
     added = [module for module in modules if module and not _is_covered(module, own)]
     if added and hasattr(config, "modules_to_save"):
         config.modules_to_save = [*own, *added]
-        logger.info("model.peft: also trains what has no pretrained weights: %s", ", ".join(added))
+        logger.info("model.peft: parameters without pretrained weights are trained too: %s", ", ".join(added))
     targets = getattr(config, "target_modules", None)  # peft replaces all-linear by names
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -128,7 +128,7 @@ def _with_count(model: Any, *, is_causal: bool) -> nn.Module:
     """Gives a model of peft `count_targets`, the weight of its loss; loop/outputs.py reads it from the class."""
 
     def count(self: Any, labels: torch.Tensor) -> torch.Tensor | None:
-        # The last virtual token predicts the first label, so that the labels of all tokens count.
+        # The last virtual token predicts the first label, so the labels of all tokens count.
         return (labels != IGNORED_LABEL).sum() if is_causal else count_targets(self.get_base_model(), labels)
 
     kind = type(model)
@@ -149,7 +149,7 @@ def _advice(error: Exception, model: nn.Module) -> str:
 
 
 def _warn_of_fused_experts(model: nn.Module, config: Any, targets: Any) -> None:
-    """Warns of experts that are one 3-D parameter per block: `target_modules` reaches linear layers only.
+    """Warns about experts that are one 3-D parameter per block, because `target_modules` matches only linear layers.
 
     peft adapts those of some architectures by itself.
     """
@@ -184,9 +184,9 @@ def _warn_of_fused_experts(model: nn.Module, config: Any, targets: Any) -> None:
 
 
 def renamed_by_peft(model: nn.Module, before: Mapping[int, str], loaded: Iterable[str]) -> frozenset[str]:
-    """Returns the names that loaded parameters have now; `before` has their earlier names by id.
+    """Returns the current names of loaded parameters; `before` has their earlier names by id.
 
-    Base weights that the initialization of the adapter has changed are left out.
+    Base weights that the initialization of the adapter has changed are omitted.
     """
     config = peft_config_of(model)
     changes_base = getattr(config, "init_lora_weights", True) not in _FROM_RANDOM
@@ -205,7 +205,7 @@ def peft_config_of(model: nn.Module) -> Any:
 
 
 def keeps_base(model: nn.Module) -> bool:
-    """Returns True if the model without its adapter of peft computes what it computes before the first step."""
+    """Returns True if the model without its peft adapter has the same outputs as before the first step."""
     config = peft_config_of(model)
     if config.is_prompt_learning or any(
         getattr(config, name, True) not in _IDENTITY

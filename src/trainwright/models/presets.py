@@ -1,7 +1,7 @@
 """Presets: sizes of the shipped models by name, as data. Needs no torch.
 
-presets.yaml has the constructors' keywords, by the file that a model is written in; preset_sizes.yaml has how many
-weights that makes, by the model's name in a run file, for those who only list them.
+presets.yaml has the constructors' keywords by the file of the model; preset_sizes.yaml has the numbers of weights by
+the model's name in a run file, for listing without building.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Table = dict[str, dict[str, dict[str, Any]]]
 def preset_settings(model_class: type[Any], name: str, **overrides: Any) -> dict[str, Any]:
     """Returns the constructor's keywords of a preset, which belongs to the file in which a class is written.
 
-    A subclass elsewhere has its parent's presets.
+    A subclass in another file has its parent's presets.
     """
     table = presets()
     modules = [one.__module__.rpartition(".") for one in model_class.__mro__]
@@ -47,6 +47,7 @@ def presets() -> Table:
 
 @cache
 def preset_sizes() -> dict[str, dict[str, int]]:
-    """Returns how many weights each preset has, by the model's name in a run file and its own; tied ones count once."""
+    """Returns the number of weights of each preset, by the model's name in a run file and the preset's name; tied
+    weights count once."""
     sizes: dict[str, dict[str, int]] = yaml.safe_load((_FOLDER / "preset_sizes.yaml").read_text(encoding="utf-8"))
     return sizes

@@ -37,7 +37,7 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a `pytorch_model.bin`; a file with anything else is rejected.
 
     `weights_only` builds only tensors and plain containers, so that a malicious file cannot run a program. Files from
-    before torch 1.6 are not zip archives and cannot be mapped: they are read at once.
+    before torch 1.6 are not zip archives and cannot be memory-mapped, so they are read into memory.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
@@ -100,7 +100,7 @@ def _download(name: str, homes: list[Path]) -> Path:
     try:
         with progress(f"Downloading {name}"):
             return Path(snapshot_download(name, allow_patterns=list(WANTED_FILES)))
-    except Exception as error:  # of many kinds: no network, no such name, no permission, no disk
+    except Exception as error:  # of various types: no network, unknown name, no permission, no disk space
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given").rstrip(".")
         raise CheckpointError(f"{looked}, and the download failed: {type(error).__name__}: {first}.") from error
 
@@ -118,7 +118,7 @@ RUN_FILE = "config.yaml"
 """The config of a run folder."""
 
 NUM_COPIES = 4
-"""The number of weights that are copied at the same time."""
+"""The number of weights that are copied in parallel."""
 
 DRAWS = (
     "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "trunc_normal_",
@@ -139,13 +139,14 @@ class LoadReport:
     """The differences between a module and the files that it was loaded from, sorted."""
 
     missing: tuple[str, ...]
-    """Our names of weights that the files lack; they were initialized (or kept, in a module with memory)."""
+    """Names of weights that the files lack; they were initialized (or kept, in a module with memory)."""
     unexpected: tuple[str, ...]
     """Keys of the files without a weight in the module; they were ignored."""
 
 
 class _DrawNothing(TorchFunctionMode):
-    """Skips random initialization on the meta device, for which torch would import its compiler (seconds)."""
+    """Skips random initialization on the meta device, for which torch would import its compiler (which takes
+    seconds)."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -159,13 +160,13 @@ class _DrawNothing(TorchFunctionMode):
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Creates modules on the meta device, as `torch.device("meta")` does, but faster."""
+    """Creates modules on the meta device, like `torch.device("meta")` but faster."""
     with torch.device("meta"), _DrawNothing():
         yield
 
 
 class DrawNarrow(TorchFunctionMode):
-    """Creates weights in 16 bits, and draws them as in fp32: the same numbers, rounded.
+    """Creates weights in 16 bits with the same random numbers as in fp32, rounded.
 
     A model of 8 billion weights never needs 32 GB, because each weight is in fp32 only while it is drawn. For classes
     that initialize their weights only with draws and constants (`Model.draws_plainly`).
@@ -186,7 +187,7 @@ class DrawNarrow(TorchFunctionMode):
         tensor = args[0] if args else kwargs.get("tensor")
         is_draw = getattr(function, "__name__", "") in DRAWS
         if is_draw and isinstance(tensor, Tensor) and tensor.dtype == self._dtype and not tensor.is_meta:
-            if self._buffer.numel() < tensor.numel():  # reused: the first access to new memory is slow
+            if self._buffer.numel() < tensor.numel():  # reused, because the first access to new memory is slow
                 self._buffer = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
             wide = self._buffer[: tensor.numel()].view(tensor.shape)
             drawn = function(wide, *args[1:], **kwargs) if args else function(**{**kwargs, "tensor": wide})
@@ -196,7 +197,7 @@ class DrawNarrow(TorchFunctionMode):
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Returns a dtype for its name (`bf16`, `bfloat16`, `fp32`, ...); a dtype and None are returned as they are."""
+    """Returns a dtype for its name (`bf16`, `bfloat16`, `fp32`, ...); a dtype and None are returned unchanged."""
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
     name = str(dtype)
@@ -220,7 +221,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 
 def _advice(folder: Path) -> str:
-    """Returns how to get a model folder, depending on what this one is."""
+    """Returns advice on creating a model folder, depending on the contents of this one."""
     shown = shown_path(folder)
     if (folder / RUN_FILE).is_file():
         return f"It is a run. Export its model with `trainwright export {shown} --to FOLDER`, and use that folder."
@@ -258,7 +259,7 @@ def load_weights(
     device: torch.device | str = "cpu",
     allow_pickle: bool = False,
 ) -> LoadReport:
-    """Loads the weights of a folder into a module, which may be on the meta device; returns what did not fit.
+    """Loads the weights of a folder into a module, which may be on the meta device; returns the differences.
 
     Each weight keeps its file's dtype unless `dtype` is given. Weights that have memory of that dtype are filled in
     place. Tied weights are read once; if a file has two of their names with different values, one is unexpected.
@@ -272,7 +273,7 @@ def load_weights(
         raise CheckpointError(_describe(report, folder) + " Choose another model, or load with strict: false.")
     ties = shared_names(model)
     _draw_missing(model, report.missing, ties=ties, device=device, dtype=dtype)
-    # Copies touch new memory page by page, which a single thread does far below the memory's speed.
+    # Copies touch new memory page by page, for which a single thread is far slower than the memory.
     size = sum(path.stat().st_size for path in files)
     with ThreadPoolExecutor(NUM_COPIES) as pool, progress("Loading weights", total=size, unit="bytes") as advance:
         for path in files:
@@ -318,7 +319,7 @@ def _files_of_index(index: Path) -> list[Path]:
         raise CheckpointError(f"{index} has no weight_map from keys to files. Copy the model again.")
     names = sorted(set(weight_map.values()))
     suffixes = (".safetensors",) if index.name == INDEX_FILE else (".bin", ".pt", ".pth")
-    # An index of safetensors must not lead to pickles, and none to files outside of the folder.
+    # An index of safetensors must not refer to pickles, and no index to files outside of the folder.
     wrong = [name for name in names if not _FILE_NAME.fullmatch(name) or not name.endswith(suffixes)]
     if wrong:
         raise CheckpointError(
@@ -351,13 +352,13 @@ def open_weights(path: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor
 
 
 def keys_of(path: Path) -> list[str]:
-    """Returns the keys of a file of weights; of a safetensors file only the header is read."""
+    """Returns the keys of a file of weights; reads only the header of a safetensors file."""
     with open_weights(path) as (keys, _):
         return keys
 
 
 def _diagnosis(path: Path) -> str:
-    """Returns what an unreadable file probably is, by its first bytes, and what to do."""
+    """Describes the probable type of an unreadable file, by its first bytes, with advice."""
     start = b""
     with suppress(OSError), path.open("rb") as file:
         start = file.read(64)
@@ -367,7 +368,7 @@ def _diagnosis(path: Path) -> str:
         return "It is a web page, not weights: the URL needs a login or is wrong. Download it again."
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         return f"It is a torch pickle. Convert it to safetensors, or rename it to {PICKLED_FILE}."
-    return "It is damaged or cut short; copy it again."
+    return "It is damaged or truncated; copy it again."
 
 
 def integer_keys(folder: Path) -> dict[str, Path]:
@@ -395,7 +396,7 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _plan(model: nn.Module, keys: Mapping[str, Path], key_map: KeyMap | None) -> tuple[dict[str, Source], LoadReport]:
-    """Maps each of our weights to its source; a tied one to the first of its names in the files."""
+    """Maps each weight to its source; a tied weight to the first of its names in the files."""
     found = {name: Source(*source) for name, source in (key_map or KeyMap()).ours_in(list(keys)).items()}
     ties = shared_names(model)
     plan: dict[str, Source] = {}
@@ -505,7 +506,7 @@ def allocate(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def set_weight(model: nn.Module, names: tuple[str, ...], tensor: Tensor) -> None:
-    """Makes a tensor the weight of all the names; a weight with memory stays the same object.
+    """Assigns a tensor to all the names; a weight with memory stays the same object.
 
     A parameter keeps its attributes (`no_weight_decay`, ...).
     """

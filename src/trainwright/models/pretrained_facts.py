@@ -1,7 +1,8 @@
-"""The facts of a pretrained folder, kept in the run folder: a resumed run does not need the pretrained folder.
+"""The facts of a pretrained folder, stored in the run folder, so that a resumed run does not need the pretrained
+folder.
 
-RUN/pretrained.json has the content of the folder's config.json with the sizes, its generation settings, and which
-weights its files lacked. The weights are in the run's checkpoints. build/run.py writes it.
+RUN/pretrained.json has the content of the folder's config.json with the sizes, its generation settings, and the names
+of missing weights. The weights are in the run's checkpoints. build/run.py writes it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ PATH_KEYS = ("_name_or_path", "name_or_path")
 
 @dataclass(frozen=True)
 class PretrainedFacts:
-    """What is needed of a pretrained folder to build its model again without it."""
+    """The facts of a pretrained folder that are needed to rebuild its model without it."""
 
     config: Mapping[str, Any] | None
     """The content of config.json, without paths; None if the model section has the sizes."""
     report: LoadReport
-    """The weights that the files lacked (they are trained also with adapters), and unexpected keys."""
+    """The weights that the files lacked (they are trained even with adapters), and unexpected keys."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
     """The names and dtypes of weights that have another dtype than the requested one."""
     generation: Mapping[str, Any] | None = None
@@ -61,7 +62,7 @@ def gather_facts(folder: Path, report: LoadReport, model: nn.Module, *, dtype: t
 
 
 def restore_facts(model: nn.Module, facts: PretrainedFacts, *, dtype: torch.dtype) -> None:
-    """Gives a rebuilt model the dtypes and, if it is of transformers, the generation settings that it had."""
+    """Restores the dtypes of a rebuilt model and, for transformers models, the generation settings."""
     for name, weight in _weights(model).items():
         if weight.is_floating_point():
             weight.data = weight.data.to(getattr(torch, facts.dtypes[name]) if name in facts.dtypes else dtype)

@@ -80,7 +80,8 @@ def quantize_model(model: nn.Module, given: Any) -> dict[str, tuple[str, ...]]:
 
 
 def dequantize_model(model: nn.Module) -> list[str]:
-    """Makes every quantized weight a plain frozen parameter again, with the values of its codes; returns the layers."""
+    """Converts every quantized weight back to a plain frozen parameter with its dequantized values; returns the
+    layers."""
     layers = dict(quantized_layers(model))
     for layer in layers.values():
         dequantize(layer)
@@ -142,7 +143,7 @@ def describe_quantized(model: nn.Module) -> str | None:
 
 
 def count_weights(model: nn.Module) -> int:
-    """Returns the number of parameters of a model; of a quantized layer the weights count, not their codes."""
+    """Returns the number of parameters of a model; quantized layers count with the number of their weights."""
     layers = [layer for _, layer in quantized_layers(model)]
     codes = sum(tensor.numel() for layer in layers for tensor in _stored(layer))
     return sum(each.numel() for each in model.parameters()) - codes + sum(map(num_weights, layers))
@@ -184,7 +185,7 @@ def _is_base(name: str) -> bool:
 
 
 def _shown(name: str) -> str:
-    """Returns the name that a layer has without peft."""
+    """Returns the name of a layer without peft."""
     return name.removesuffix(f".{BASE_LAYER}")
 
 

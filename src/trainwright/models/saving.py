@@ -1,6 +1,6 @@
-"""Writes a module as a folder in Hugging Face's layout: config.json and safetensors, in shards if it is large.
+"""Writes a module as a folder in Hugging Face's format: config.json and safetensors, in shards if it is large.
 
-A model that no longer computes what its published class computes is rejected with the reason.
+A model whose outputs differ from those of its published class is rejected with the reason.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ OWN_HOOKS = ("trainwright", "transformers", "accelerate")
 
 
 def changes_of(model: Model) -> list[str]:
-    """Returns what transformers would compute differently; nothing for an unchanged shipped model.
+    """Describes what transformers would compute differently; empty for an unchanged shipped model.
 
     The model is compared with a new one of the class that defines `hugging_face_architectures`: a subclass that defines
-    them itself is responsible for its outputs. Compared are methods, sub-modules, their hooks and plain attributes, and
+    them itself is responsible for its outputs. Compares methods, sub-modules, their hooks and plain attributes, and
     names and shapes of weights. The criterion may be any.
     """
     published = next(one for one in type(model).__mro__ if "hugging_face_architectures" in vars(one))
@@ -105,7 +105,7 @@ def _differences(model: nn.Module, twin: nn.Module) -> list[str]:
 
 
 def _changed_modules(model: nn.Module, twin: nn.Module) -> Iterator[str]:
-    """Describes the outermost modules that compute something else than those of the twin."""
+    """Describes the outermost modules whose outputs differ from those of the new model."""
     parts, expected = (dict(each.named_modules(remove_duplicate=False)) for each in (model, twin))
     changed: list[str] = []
     for name in expected:
@@ -119,7 +119,7 @@ def _changed_modules(model: nn.Module, twin: nn.Module) -> Iterator[str]:
 
 
 def _difference(name: str, part: nn.Module, expected: nn.Module) -> str | None:
-    """Describes how a module would compute something else than the expected one; None if it would not."""
+    """Describes how the outputs of a module would differ from those of the expected one; None if they would not."""
     kind, other = getattr(type(part), "evaluates_as", type(part)), type(expected)  # a layer that trains in fp8
     shown = name or kind.__name__
     # accelerate also replaces the forward of an object, to cast inputs, and keeps the original.
@@ -156,7 +156,7 @@ def _replaced(kind: type[Any], published: type[Any]) -> str | None:
             continue
         ours, theirs = (inspect.getattr_static(each, name, None) for each in (kind, published))
         is_value = _is_plain(theirs) and not NOT_DECIDING.fullmatch(name)
-        decides = hasattr(theirs, "__get__") or is_value  # functions, properties and the like have it
+        decides = hasattr(theirs, "__get__") or is_value  # functions, properties and similar objects have it
         if decides and ours is not theirs and not (is_value and ours == theirs):
             return name
     return None
@@ -226,7 +226,7 @@ def write_folder(
 
 @contextmanager
 def staged(folder: Path, *, replaces: Collection[str] = (), first: str | None = None) -> Iterator[Path]:
-    """Yields an empty folder for files that are moved to `folder` at the end; after an error nothing has changed.
+    """Yields an empty folder for files that are moved to `folder` at the end; after an error, nothing is changed.
 
     An existing folder loses the files in `replaces` and keeps all others that were not written again. The written file
     `first` is moved before any other file is removed or moved.
@@ -235,7 +235,7 @@ def staged(folder: Path, *, replaces: Collection[str] = (), first: str | None = 
     exists = folder.is_dir()
     folder.parent.mkdir(parents=True, exist_ok=True)
     stale = abandoned(folder)
-    # Inside an existing folder, which may be a mount or a link: a move within it costs nothing.
+    # Inside an existing folder, which may be a mount or a link, because a move within it is fast.
     place = folder if exists else folder.parent
     staging = place / f".{folder.name}.writing-{uuid.uuid4().hex[:8]}"
     staging.mkdir()
@@ -250,13 +250,13 @@ def staged(folder: Path, *, replaces: Collection[str] = (), first: str | None = 
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
-    for left in stale:  # only now: until then they show that the files next to them are incomplete
+    for left in stale:  # only now, because until then they show that the files next to them are incomplete
         if left.is_dir() and not _is_held(left):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def abandoned(folder: Path) -> list[Path]:
-    """Returns the staging folders that killed writers of this folder left, in it or next to it."""
+    """Returns leftover staging folders of killed writers of this folder, in it or next to it."""
     if fcntl is None:
         return []
     places = [place for place in (folder, folder.parent) if place.is_dir()]
@@ -265,7 +265,7 @@ def abandoned(folder: Path) -> list[Path]:
 
 
 def has_files_of_others(folder: Path) -> bool:
-    """Returns True for a folder with files that are not those of a killed writer."""
+    """Returns True for a folder with files other than those of a killed writer."""
     return folder.is_dir() and any(folder.iterdir()) and not any(one.parent == folder for one in abandoned(folder))
 
 
@@ -331,7 +331,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def as_stored(tensor: Tensor, *, transpose: bool = False) -> Tensor:
-    """Returns a tensor as it is stored in files: on the CPU and contiguous; copied only if needed."""
+    """Returns a tensor in the form of files: on the CPU and contiguous; copied only if needed."""
     if tensor.is_meta:
         raise CheckpointError(
             "The model is on the meta device and has no weights to write. Load or initialize them first."
@@ -346,7 +346,7 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def model_files(folder: Path) -> set[str]:
-    """Returns the names of a folder's files that are a model's, as they are written here."""
+    """Returns the names of a folder's files that belong to a model, as written here."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     return {name for name in names if name in (CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE) or SHARD_NAME.fullmatch(name)}
 
@@ -369,7 +369,7 @@ def _move_in(staging: Path, folder: Path, replaces: Collection[str], first: str 
 
 @contextmanager
 def _held(staging: Path) -> Iterator[None]:
-    """Locks a folder while its writer lives: the system releases the lock, however the process ends."""
+    """Locks a folder while its writer is alive; the system releases the lock when the process ends for any reason."""
     if fcntl is None:
         yield
         return

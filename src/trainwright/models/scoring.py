@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations under a decoder; generation.py generates them."""
+"""Log-likelihoods of continuations with a decoder; generation.py generates continuations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Score(NamedTuple):
 def score_continuations(model: nn.Module, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Score]:
     """Returns the score of each row, a context and its continuation, with one forward for all rows.
 
-    Both have at least one token. Rows that the model reads the same tokens of, such as continuations of one token
+    Both have at least one token. Rows for which the model reads the same tokens, such as continuations of one token
     after the same context, are read once. The model must be in evaluation mode.
     """
     device = next((one.device for one in model.parameters()), torch.device("cpu"))

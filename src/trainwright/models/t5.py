@@ -1,8 +1,8 @@
-"""T5: an encoder that reads one text and a decoder that writes another, with positions as biases of attention.
+"""T5: an encoder-decoder transformer with relative position biases in attention.
 
-Parameters are named as in transformers' T5ForConditionalGeneration, so that there are no rules.
+Parameters are named as in transformers' T5ForConditionalGeneration, so there are no rules.
 Shapes in comments: batch B, sequence S (of the input), T (of the target), hidden width D, heads H.
-Training lives in trainers/sequence_to_sequence.py; splitting over devices lives in parallel/.
+Training is in trainers/sequence_to_sequence.py, sharding in parallel/.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from trainwright.models.model import Model
 
 
 class T5(Model):
-    """Predicts each token of the target from the input and the tokens of the target before it.
+    """Predicts each token of the target from the input and the previous target tokens.
 
     `forward` returns `{"loss": ..., "logits": ...}`; the loss is `criterion` over all labels, or None without labels.
-    `num_layers` is the encoder's depth and, by default, the decoder's. `feed_forward` is `relu` as in the first T5,
-    or a gated one such as `gated-gelu`, as in version 1.1. `scale_outputs` divides the states before the head by √D;
-    it belongs to a tied head and follows `tie_embeddings` by default. Distances of `max_distance` tokens and more are
-    one bucket, as nearer ones share the other buckets. `fused_loss` takes head and loss in one while training, which
-    never holds the logits of all tokens: `logits` is then None. Left at None it is so on a GPU, with the head and the
+    `num_layers` is the encoder's depth and, by default, the decoder's. `feed_forward` is `relu` as in the first T5, or
+    gated such as `gated-gelu`, as in version 1.1. `scale_outputs` divides the states before the head by √D; it belongs
+    to a tied head and follows `tie_embeddings` by default. Distances of `max_distance` tokens and more share one
+    bucket; smaller ones share the other buckets. `fused_loss` computes head and loss in chunks in training, so the
+    logits of all tokens are never in memory and `logits` is None. Left at None it is so on a GPU, with the head and the
     criterion that the model was made with.
     """
 
@@ -64,7 +64,7 @@ class T5(Model):
     ignored_keys = (
         "encoder.embed_tokens.weight",  # copies of `shared`
         "decoder.embed_tokens.weight",
-        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",  # old files have it; nobody uses it
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",  # in old files, but unused
     )
 
     def __init__(
@@ -113,7 +113,8 @@ class T5(Model):
         factor = self.settings["initializer_factor"]
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                # Attention does not divide its scores by the root of the head's width: the queries start smaller.
+                # Attention does not divide its scores by the root of the head's width, so the initial query weights are
+                # smaller.
                 fan_in = module.in_features * (self.settings["head_size"] if name.endswith("Attention.q") else 1)
                 nn.init.normal_(module.weight, std=factor * fan_in**-0.5)
             elif isinstance(module, nn.Embedding):
@@ -122,7 +123,7 @@ class T5(Model):
             elif isinstance(module, nn.RMSNorm):
                 nn.init.constant_(module.weight, factor)
         if self.settings["tie_embeddings"]:
-            # Moving off the meta device makes two parameters out of the shared one; this makes them one again.
+            # Moving off the meta device creates two parameters from the shared one; this ties them again.
             self.lm_head.weight = self.shared.weight
 
     def forward(
@@ -135,9 +136,9 @@ class T5(Model):
     ) -> dict[str, Tensor | None]:
         """Maps inputs [B, S] and targets [B, T] to logits [B, T, vocabulary] and, given labels, their mean loss.
 
-        `labels` [B, T] are the target's tokens, with -100 where there is nothing to learn. The decoder reads
-        `decoder_input_ids` [B, T], which by default are the labels moved one place to the right. Both masks are 0 at
-        padding; with padding on the right the decoder needs none.
+        `labels` [B, T] are the target's tokens, with -100 at ignored positions. The decoder reads
+        `decoder_input_ids` [B, T], by default the labels shifted to the right. Both masks are 0 at padding; with
+        padding on the right the decoder needs none.
         """
         check_ids(input_ids)
         if decoder_input_ids is None:
@@ -157,15 +158,15 @@ class T5(Model):
         return score_tokens(self, written, labels, WholeSequence())
 
     def shift_right(self, labels: Tensor | None) -> Tensor:
-        """Returns what the decoder reads to write the labels [B, T]: the start token, then all labels but the last."""
+        """Returns the decoder's input for the labels [B, T]: the start token, then all labels except the last."""
         if labels is None:
-            raise DataError("T5 got neither labels nor decoder_input_ids, so that its decoder has nothing to read.")
+            raise DataError("T5 received neither labels nor decoder_input_ids, so its decoder has no input.")
         shifted = F.pad(labels[:, :-1], (1, 0), value=self.settings["decoder_start_token_id"])
         return shifted.masked_fill(shifted == IGNORED_LABEL, self.settings["pad_token_id"])
 
     @classmethod
     def key_map(cls) -> KeyMap:
-        """Returns the names in files, with the one exception that HeadKeyMap tells of."""
+        """Returns the names in files, with the exception described in HeadKeyMap."""
         return HeadKeyMap(cls.key_rules, ignored=cls.ignored_keys, prefix=cls.hugging_face_prefix)
 
     @classmethod
@@ -192,16 +193,16 @@ class T5(Model):
         return {**super().to_hugging_face(), **gated, "is_encoder_decoder": True}
 
     def unwritten(self) -> tuple[str, ...]:
-        """Leaves out a head of its own that equals the embeddings, as transformers does; HeadKeyMap reads it back."""
+        """Omits a separate head that equals the embeddings, as in transformers; HeadKeyMap restores it."""
         head, embeddings = self.lm_head.weight, self.shared.weight
         is_copy = head is not embeddings and not head.is_meta and torch.equal(head, embeddings)
         return (*super().unwritten(), "lm_head") if is_copy else super().unwritten()
 
 
 class HeadKeyMap(KeyMap):
-    """Reads the head from the embeddings where a file has no head of its own, for a model whose head is not tied.
+    """Reads the head from the embeddings if a file has no separate head, for a model whose head is not tied.
 
-    transformers ties such heads when both weights are equal, and then keeps them once.
+    transformers ties such heads if both weights are equal, and stores them once.
     """
 
     def ours_in(self, keys: Sequence[str]) -> dict[str, tuple[str, bool]]:
@@ -213,7 +214,7 @@ class HeadKeyMap(KeyMap):
 
 
 class Stack(nn.Module):
-    """The encoder, or the decoder, which also looks at the encoder's states; both map [B, S, D] to [B, S, D]."""
+    """The encoder, or the decoder, which also attends to the encoder's states; both map [B, S, D] to [B, S, D]."""
 
     def __init__(self, settings: Mapping[str, Any], *, depth: int, is_decoder: bool) -> None:
         super().__init__()
@@ -230,10 +231,9 @@ class Stack(nn.Module):
         states: Tensor | None = None,
         visible_states: Tensor | None = None,
     ) -> Tensor:
-        """Runs every block with the biases that the first one makes.
+        """Runs every block with the biases that the first one computes.
 
-        `visible` says which key each query may see, `states` [B, S, D] are the encoder's, `visible_states` says which
-        of them count.
+        `visible` is the mask of keys, `states` [B, S, D] are those of the encoder, and `visible_states` is their mask.
         """
         hidden = self.dropout(hidden)
         bias, name = None, "encoder_input" if states is None else "decoder_input"
@@ -263,11 +263,11 @@ class Block(nn.Module):
         states: Tensor | None,
         visible_states: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the stream after this block, and the biases [B or 1, H, S, S] for the blocks after it."""
+        """Returns the residual stream after this block, and the biases [B or 1, H, S, S] for the following blocks."""
         parts: list[Any] = list(self.layer)
         read, *crossing, think = parts
         if bias is None:
-            # Inside of the block, as its weights may be there only while it runs.
+            # Inside the block, because its weights may be gathered only while it runs.
             bias = read.SelfAttention.position_bias(hidden, visible)
         hidden = read.add(hidden, read.SelfAttention(read.layer_norm(hidden), mask=bias))
         for cross in crossing:
@@ -276,7 +276,7 @@ class Block(nn.Module):
 
 
 class SubLayer(nn.Module):
-    """A norm, a module under the name that files give it, and the dropout of what it adds to the stream."""
+    """A norm, a module with its name in files, and the dropout of its output."""
 
     def __init__(self, settings: Mapping[str, Any], **module: nn.Module) -> None:
         super().__init__()
@@ -286,7 +286,7 @@ class SubLayer(nn.Module):
         self.dropout = nn.Dropout(settings["dropout"])
 
     def add(self, hidden: Tensor, addition: Tensor) -> Tensor:
-        """Returns the stream with the addition."""
+        """Returns the residual stream with the output added."""
         dropped: Tensor = self.dropout(addition)
         return hidden + dropped
 
@@ -309,7 +309,7 @@ class Attention(nn.Module):
             self.relative_attention_bias = nn.Embedding(settings["num_buckets"], settings["num_heads"])
 
     def forward(self, hidden: Tensor, states: Tensor | None = None, *, mask: Tensor | None) -> Tensor:
-        """Mixes positions of the stream itself, or of the encoder's states: [B, S, D] → [B, S, D]."""
+        """Attention over the residual stream itself or the encoder's states: [B, S, D] → [B, S, D]."""
         source = hidden if states is None else states
         dropout = self.dropout if self.training else 0.0
         queries, keys, values = self.q(hidden), self.k(source), self.v(source)
@@ -318,7 +318,8 @@ class Attention(nn.Module):
         return output
 
     def position_bias(self, hidden: Tensor, visible: Tensor | None) -> Tensor:
-        """Returns what is added to the scores, [B or 1, H, S, S]: a weight by distance; very little where unseen."""
+        """Returns the values that are added to the scores, [B or 1, H, S, S]: a bias by distance, and a very low number
+        where masked."""
         positions = torch.arange(hidden.shape[1], device=hidden.device)
         table = self.relative_attention_bias
         buckets = distance_buckets(
@@ -328,12 +329,12 @@ class Attention(nn.Module):
             both_ways=not self.is_decoder,
         )
         bias: Tensor = table(buckets).permute(2, 0, 1)[None]
-        # The lowest number rather than -inf: a query without any key then has even weights instead of nan.
+        # The lowest number instead of -inf, so a query without visible keys has uniform weights instead of nan.
         return bias if visible is None else bias.masked_fill(~visible, torch.finfo(bias.dtype).min)
 
 
 class FeedForward(nn.Module):
-    """The MLP of each position by itself, gated or not."""
+    """The MLP, gated or not."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
@@ -361,10 +362,11 @@ class FeedForward(nn.Module):
 
 
 def distance_buckets(distances: Tensor, *, num_buckets: int, max_distance: int, both_ways: bool) -> Tensor:
-    """Returns the bucket of each distance (the key's place minus the query's), any shape.
+    """Returns the bucket of each distance (the key's position minus the query's), of any shape.
 
-    Half of the buckets are one distance each, the others grow evenly on a log scale up to `max_distance`. An encoder
-    looks both ways and has as many buckets for each; in a decoder later keys are in the bucket of distance 0.
+    Half of the buckets have one distance each; the others are uniform on a log scale up to `max_distance`. An encoder
+    is bidirectional and has the same number of buckets for each direction; in a decoder, later keys are in the bucket
+    of distance 0.
     """
     offset = torch.zeros_like(distances)
     if both_ways:
@@ -380,9 +382,9 @@ def distance_buckets(distances: Tensor, *, num_buckets: int, max_distance: int, 
 
 
 def feed_forward_of(config: Mapping[str, Any]) -> str:
-    """Returns the `feed_forward` of a config.json, in which `dense_act_fn` and `is_gated_act` decide where they stand.
+    """Returns the `feed_forward` of a config.json; `dense_act_fn` and `is_gated_act` take precedence if they are set.
 
-    Files say the same thing twice, and transformers computes by these two.
+    Files contain the same information twice, and transformers uses these two keys.
     """
     told = str(config.get("feed_forward_proj", "relu"))
     is_gated = bool(config.get("is_gated_act", told.startswith("gated-")))
@@ -405,7 +407,7 @@ def _activation_of(feed_forward: str) -> str:
 
 
 def check_buckets(num_buckets: int, max_distance: int) -> None:
-    """Rejects a table of distances without a bucket for each kind, or whose far buckets begin past the end."""
+    """Rejects a table of distances without a bucket for each kind, or whose last buckets begin beyond the end."""
     if num_buckets < 4 or max_distance <= num_buckets // 2:
         raise ConfigError(
             f"num_buckets is {num_buckets} and max_distance {max_distance}. Use at least 4 buckets, and a max_distance "

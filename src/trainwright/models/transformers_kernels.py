@@ -1,4 +1,4 @@
-"""Faster kernels for models of transformers: attention without unnecessary masks, and head and loss in one.
+"""Faster kernels for transformers models: attention without unnecessary masks, and a fused head and loss.
 
 `use_fast_attention` registers an attention and a mask function with transformers under the name ATTENTION and makes a
 model use them. `fuse_head` replaces the forward of a causal language model. Weights and configs do not change, and
@@ -38,20 +38,22 @@ ATTENTION = "trainwright"
 
 
 class SlidingWindow(NamedTuple):
-    """The mask of rows without padding or documents in which a query sees the last `size` keys, its own included."""
+    """The mask of rows without padding or documents in which a query attends to the last `size` keys, including its
+    own."""
 
     size: int
 
 
 Visibility = Mask | SlidingWindow | None
-"""What `make_mask` returns and `attend` receives; None: causal attention, or in an encoder attention to all keys."""
+"""The result of `make_mask` and argument of `attend`; None means causal attention, or in an encoder attention to all
+keys."""
 
 
 def use_fast_attention(model: Any) -> bool:
-    """Makes a model of transformers use the attention of this file; returns False if the model keeps its own.
+    """Makes a transformers model use the attention of this file; returns False if the model keeps its own.
 
-    It does so if transformers would not choose `sdpa` for all parts of the model, and if a layer computes with its mask
-    instead of passing it on, because such a layer needs a tensor.
+    The model keeps its own if transformers would not choose `sdpa` for all parts of the model, or if a layer computes
+    with its mask and therefore needs a tensor.
     """
     from transformers import PreTrainedModel
 
@@ -100,7 +102,7 @@ def make_mask(
 ) -> Visibility:
     """The mask function for transformers' registry: returns the smallest description of the mask for `attend`.
 
-    Padding and documents are borders in blocks where these are faster. All other masks are those of transformers for
+    Padding and documents are block boundaries if these are faster. All other masks are those of transformers for
     sdpa.
     """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
@@ -154,7 +156,8 @@ def _has_own_keys(arguments: dict[str, Any]) -> bool:
 def _documents(mask_function: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
     """Returns the number of each token's document [B, S] from the mask function of packed rows.
 
-    A document ends where a token does not see the one before it, which reads S values of the mask instead of S².
+    A document ends where a token does not attend to the previous one, which requires S values of the mask instead of
+    S².
     """
     device = torch.device(arguments["device"])
     rows = torch.arange(arguments["batch_size"], device=device)[:, None]
@@ -205,7 +208,7 @@ def _dense(mask: Visibility, queries: Tensor) -> Tensor | None:
 
 
 class FusedForward:
-    """The forward of a causal language model that computes head and loss in one while training, without the logits.
+    """The forward of a causal language model that fuses head and loss in training, without the logits.
 
     Every call checks that the head is a plain linear layer and that the loss function is the model's own. Otherwise,
     and in evaluation, the stock forward runs. `fuses_loss` explains `wanted`.
@@ -228,7 +231,7 @@ class FusedForward:
         vars(self).update(state, _output=_output_without_logits())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the outputs of the stock forward or, with head and loss in one, outputs without logits."""
+        """Returns the outputs of the stock forward or, with a fused head and loss, outputs without logits."""
         model = self._model
         if args or not self._may_fuse(model, kwargs):
             return type(model).forward(model, *args, **kwargs)
@@ -256,7 +259,7 @@ _OTHER_LOSSES = ("num_items_in_batch", "shift_labels", "return_dict")
 def _output_without_logits() -> type[Any]:
     """Returns the class of a training step's outputs, whose attribute `logits` raises an error that names the setting.
 
-    As a mapping it has the key, with None, as the outputs of shipped models do.
+    As a mapping it has the key with None, like the outputs of shipped models.
     """
     from transformers.utils import ModelOutput  # type: ignore[attr-defined]  # public, but not by __all__
 
@@ -279,7 +282,7 @@ def _output_without_logits() -> type[Any]:
 
 
 NO_LOGITS = (
-    "This training step has no logits: the model computes head and loss in one, which saves the memory of the logits. "
+    "This training step has no logits, because the model fuses head and loss to save the memory of the logits. "
     "Set model.fused_loss: false to compute them; evaluation always does."
 )
 
@@ -287,7 +290,7 @@ NO_LOGITS = (
 def has_plain_head(model: Any) -> bool:
     """Returns True if the forward only calls the body, the head and the mean loss over the next tokens.
 
-    This is read from its source.
+    This is determined from its source code.
     """
     caps_logits = getattr(model.config, "final_logit_softcapping", None) is not None
     if model.base_model is model or caps_logits or not _is_plain_forward(type(model).forward):
@@ -296,7 +299,7 @@ def has_plain_head(model: Any) -> bool:
 
 
 def fuse_head(model: Any, *, wanted: bool | None = None) -> None:
-    """Replaces the forward of a causal language model by a `FusedForward`. Requires `has_plain_head`."""
+    """Replaces the forward of a causal language model with a `FusedForward`. Requires `has_plain_head`."""
     model.forward = FusedForward(model, wanted=wanted)
 
 
@@ -316,7 +319,7 @@ def _is_plain_forward(forward: Callable[..., Any]) -> bool:
         function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0]
     except (OSError, TypeError, SyntaxError):  # no source, or not that of a function
         return False
-    # A cap on the logits has no effect where its setting is None, which `has_plain_head` checks.
+    # A cap on the logits has no effect if its setting is None, which `has_plain_head` checks.
     capped = [each for each in ast.walk(function) if isinstance(each, ast.If) and ast.unparse(each.test) == _CAP]
     ignored = {inner for each in capped for inner in ast.walk(each)}
     assigned: dict[str, list[str]] = {name: [] for name in (*_PLAIN_VALUES, "labels")}

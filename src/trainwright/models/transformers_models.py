@@ -49,7 +49,7 @@ POSITIONS, DOCUMENTS = (0, 1, 0, 1), (0, 0, 1, 1)
 
 
 Counted = Literal["all", "next", "classes"]
-"""The labels that a mean is over: all of them, all but the first of each row, or all if they are classes."""
+"""The labels of a mean: all of them, all except the first of each row, or all if they are classes."""
 
 _LOSS_FUNCTIONS: Mapping[str, Counted] = {
     "ForCausalLMLoss": "next",
@@ -68,15 +68,16 @@ class _ForwardHook:
         self.marks_full_rows = marks_full_rows
         self._is_tested = False
         self.crossings: dict[str, bool | str] | None = None
-        """The results of `find_crossings`, by the form of the borders; None for a model that is not sharded."""
+        """The results of `find_crossings`, by the form of the document boundaries; None for a model that is not
+        sharded."""
 
     def __call__(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         has_borders = kwargs.get("document_ids") is not None or _is_square(kwargs.get("attention_mask"))
         if has_borders and not self._is_tested:
             self._is_tested = True  # first, because the test calls the model as well
             _reject_crossing(model, kwargs, self.crossings)
-        # Keys and values of a training batch are not used, and with a cache transformers ignores borders in the
-        # positions. Set by keyword: the config is written as it was read.
+        # The cache of a training batch is not used, and with a cache transformers ignores document boundaries in the
+        # positions. Set by keyword, because the config is written unchanged.
         given = any(kwargs.get(name) is not None for name in ("labels", "position_ids", "document_ids"))
         if self._disables_cache and (model.training or given):
             kwargs.setdefault("use_cache", False)
@@ -90,10 +91,10 @@ _NOT_PLAIN = ("attention_mask", "position_ids", "document_ids", "past_key_values
 
 
 def _mark_full_rows(kwargs: dict[str, Any]) -> None:
-    """Adds the mask of `full_rows` to rows without padding, or makes the one that they have bool.
+    """Adds the mask of `full_rows` to rows without padding, or converts an existing mask to bool.
 
-    Without a mask transformers looks for documents in the positions, which waits for the device or, compiled, makes a
-    mask [B, 1, S, S] even if there are none. A mask of another dtype would be converted, which loses its strides.
+    Without a mask, transformers looks for documents in the positions, which synchronizes or, compiled, creates a mask
+    [B, 1, S, S] even if there are none. A mask of another dtype would be converted, which loses its strides.
     """
     for name in MASK_NAMES:
         mask = kwargs.get(name)
@@ -116,10 +117,10 @@ def _is_square(mask: Any) -> bool:
 
 
 def find_crossings(model: nn.Module, *, is_on_meta: bool, broadcast: Callable[[Any], Any]) -> None:
-    """Tests before a model is sharded whether packed documents see each other; does nothing for other models.
+    """Tests whether packed documents attend to each other before a model is sharded; does nothing for other models.
 
-    The hook cannot test a sharded model: its forward is a collective and must not be nested. `broadcast` returns the
-    first rank's value on all ranks, of which some may have no weights yet.
+    The hook cannot test a sharded model, because its forward is collective and must not be nested. `broadcast` returns
+    the first rank's value on all ranks, because some may have no weights yet.
     """
     hook = next((each for each in model._forward_pre_hooks.values() if isinstance(each, _ForwardHook)), None)
     if hook is None:
@@ -137,15 +138,15 @@ def find_crossings(model: nn.Module, *, is_on_meta: bool, broadcast: Callable[[A
 
 
 def _test_crossing(model: nn.Module, kwargs: Mapping[str, Any]) -> bool | str:
-    """Returns whether the second document of a row sees the first, or why this could not be tested."""
+    """Returns whether the second document of a row attends to the first, or the reason why this could not be tested."""
     try:
         return _crosses_borders(model, _test_row(kwargs["input_ids"], kwargs))
-    except Exception as error:  # of any kind: the model may be a user's
+    except Exception as error:  # of any type, because the model may be the user's
         return f"{type(error).__name__}: {error}"
 
 
 def _reject_crossing(model: nn.Module, kwargs: Mapping[str, Any], known: Mapping[str, bool | str] | None) -> None:
-    """Rejects a model in which a packed document attends to another one; `known` is what `find_crossings` found."""
+    """Rejects a model in which a packed document attends to another one; `known` is the result of `find_crossings`."""
     if not isinstance(kwargs.get("input_ids"), Tensor):
         return
     form = "mask" if _is_square(kwargs.get("attention_mask")) else "documents"
@@ -154,9 +155,9 @@ def _reject_crossing(model: nn.Module, kwargs: Mapping[str, Any], known: Mapping
         return
     if isinstance(crosses, str):
         kind = type(model).__name__
-        logger.warning("%s: the test whether packed documents stay apart failed: %s", kind, crosses)
+        logger.warning("%s: the test for attention between packed documents failed: %s", kind, crosses)
         return
-    # torch's FSDP replaces the class by a subclass of its own.
+    # torch's FSDP replaces the class with a subclass.
     name = type(model).__name__.removeprefix("FSDP")
     if form == "mask":
         raise ConfigError(
@@ -173,7 +174,7 @@ def _reject_crossing(model: nn.Module, kwargs: Mapping[str, Any], known: Mapping
 
 def _test_row(tokens: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns a row of two documents, with the same keywords as this batch."""
-    # Plain tensors also in an evaluation without autograd; a token of the batch is a valid one.
+    # Plain tensors, also in an evaluation without autograd; the token of the batch is a valid one.
     with torch.inference_mode(False):
         row = torch.full((1, len(POSITIONS)), int(tokens.flatten()[0]), dtype=tokens.dtype, device=tokens.device)
         documents = torch.tensor([DOCUMENTS], device=tokens.device)
@@ -196,8 +197,8 @@ def _test_row(tokens: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
 def _crosses_borders(model: nn.Module, row: dict[str, Tensor]) -> bool:
     """Returns True if the outputs of the second document depend on the first.
 
-    Tested by a gradient, which is exactly zero without a dependency; two compared outputs would differ by rounding, in
-    16 bits by more than the attention of an untrained model.
+    Tested with a gradient, which is exactly zero without a dependency; two outputs would differ by rounding, in 16 bits
+    by more than the attention of an untrained model.
     """
     embedded: list[Tensor] = []
 
@@ -238,7 +239,7 @@ def _set_aside(model: nn.Module) -> Iterator[None]:
 
 
 DTYPE_NAMES = ("dtype", "torch_dtype")
-"""Keywords of the model rather than of its config; the second is the older name."""
+"""Keywords of the model and not of its config; the second is the older name."""
 
 
 def is_transformers_class(target: Any) -> bool:
@@ -264,7 +265,7 @@ def build_transformers(
     transformers_kernels.py unless `attn_implementation` is set, and head and loss in one unless `fused_loss` is false;
     with None only on a GPU. Weights are float32 unless `dtype` is set, in whatever dtype they are stored: 16-bit
     weights lose small updates. Unless `strict` is false, other shapes, missing and unexpected
-    keys are rejected. With None, keys may differ if the class is not the one that was saved: the head is another.
+    keys are rejected. With None, keys may differ if the class is not the saved one, because the head differs.
     Other shapes in the body are always rejected. The report has the weights that were initialized at random. `told` is
     the content of a config.json whose folder may be gone.
     """
@@ -328,7 +329,8 @@ def build_transformers(
 def count_targets(model: nn.Module, labels: Tensor) -> Tensor | None:
     """Returns the number of labels that the loss of a model of transformers is the mean of.
 
-    It is read from the source of the class: None if the loss is not certainly a mean over the labels other than -100.
+    It is determined from the source code of the class; None unless the loss is certainly a mean over the labels other
+    than -100.
     """
     counted = _counted_labels(model)
     if counted == "next":
@@ -343,7 +345,7 @@ def _counted_labels(model: Any) -> Counted | None:
     if inline != "loss_function":
         counted = inline
     if counted == "classes":
-        # One output is a number to predict, and several classes at a time are floats: other losses.
+        # A single output means regression, and float labels mean several classes; both have other losses.
         settings = model.config
         is_class = settings.num_labels > 1 and settings.problem_type in (None, "single_label_classification")
         return "all" if is_class else None
@@ -352,7 +354,7 @@ def _counted_labels(model: Any) -> Counted | None:
 
 @cache
 def _loss_in_source(forward: Callable[..., Any]) -> Literal["loss_function", "all", "classes"] | None:
-    """Returns how a forward of transformers computes its loss from `labels`; None if that is not certain."""
+    """Returns how a transformers forward computes its loss from `labels`; None if that is uncertain."""
     source = inspect.getsource(inspect.unwrap(forward))
     # The labels are those of the batch, except for their device.
     if re.search(r"^\s*labels = (?!labels\.to\()", source, re.MULTILINE):
@@ -374,7 +376,7 @@ def _loss_in_source(forward: Callable[..., Any]) -> Literal["loss_function", "al
 
 
 def _unknown_value(error: KeyError, config: Mapping[str, Any], path: str = "") -> str:
-    """Returns which setting of a config has the value that transformers did not find in a table."""
+    """Returns the setting of a config whose value transformers did not find in a table."""
     for name, value in config.items():
         if isinstance(value, Mapping) and (found := _unknown_value(error, value, f"{path}{name}.")).startswith(
             path + name
@@ -414,7 +416,7 @@ def _load(
             reject_integers(integers[name], name)
     model.config._name_or_path = ""  # a local path, which every export would contain
     others = {key: (tuple(theirs), tuple(ours)) for key, theirs, ours in info.get("mismatched_keys") or ()}
-    # The body is what was learned: with a new one the model would only look pretrained.
+    # The body has the pretrained weights; with a new body, the model would only look pretrained.
     has_other_body = any(model.base_model is model or key.startswith(f"{model.base_model_prefix}.") for key in others)
     if others and (strict is not False or has_other_body):
         wrong = [f"{key}: {theirs} in the files, {ours} in the model" for key, (theirs, ours) in sorted(others.items())]
@@ -440,7 +442,8 @@ def _load(
 
 
 def _keep_frozen(model: nn.Module, make: Callable[[], nn.Module]) -> None:
-    """Freezes what the class's constructor freezes (fixed positions of Whisper, Marian), unlike from_pretrained."""
+    """Freezes the parameters that the class's constructor freezes (fixed positions of Whisper, Marian), unlike
+    from_pretrained."""
     try:
         with on_meta():
             twin = make()
@@ -567,7 +570,7 @@ def _reject_unknown(target: type[Any], config_class: type[Any], arguments: Mappi
 
 
 def _is_read(target: type[Any], config_class: type[Any], name: str) -> bool:
-    """Returns True if the model's source file reads this name from its config, though the config does not list it.
+    """Returns True if the model's source file reads this name from its config, although the config does not list it.
 
     Qwen 3's mixture of experts does so with head_dim: `getattr(config, "head_dim", …)`.
     """

@@ -1,6 +1,6 @@
-"""ViT: an image cut into patches, read by an encoder like a sentence, and sorted into classes.
+"""ViT: an encoder over image patches, with a classifier.
 
-Files have the names of transformers' ViTForImageClassification; the modules here have shorter ones, by rules.
+Files use the names of transformers' ViTForImageClassification; the modules here have shorter ones, mapped by rules.
 Shapes in comments: batch B, patches and the class token S, hidden width D.
 Training lives in trainers/classification.py.
 """
@@ -28,7 +28,7 @@ class ViT(Model):
     """Sorts images into `num_labels` classes: `labels` [B]; one label means a number to predict.
 
     `forward` returns `{"loss": ..., "logits": ...}`, logits [B, num_labels]; without labels the loss is None.
-    `image_size` and `patch_size` are the pixels of a side, or [height, width]; patches that do not fit are left out.
+    `image_size` and `patch_size` are the pixels of a side, or [height, width]; incomplete patches are omitted.
     """
 
     hugging_face_types = ("vit",)
@@ -113,7 +113,7 @@ class ViT(Model):
         return self._score(self.vit(pixel_values), labels)
 
     def begin(self, pixel_values: Tensor, **_: Any) -> Tensor:
-        """Cuts and embeds the images: the states [B, S, D] that the first layer gets."""
+        """Divides the images into patches and embeds them: returns the states [B, S, D] for the first layer."""
         return self.vit.begin(pixel_values)
 
     def hidden_shape(self, pixel_values: Tensor, **_: Any) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ class ViT(Model):
         return (len(pixel_values), *self.vit.states_shape)
 
     def beside(self, **_: Any) -> tuple[()]:
-        """Returns nothing: a layer gets the states alone."""
+        """Returns no arguments, because a layer only needs the states."""
         return ()
 
     def finish(self, hidden: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor | None]:
@@ -157,7 +157,7 @@ class Body(nn.Module):
         self.layernorm = nn.LayerNorm(hidden_size, eps=settings["norm_eps"])
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """Cuts, embeds and encodes the images."""
+        """Divides the images into patches, embeds and encodes them."""
         hidden = self.begin(pixel_values)
         for layer in self.layers:
             hidden = layer(name_tensor(hidden, "encoder_input"))
@@ -165,7 +165,7 @@ class Body(nn.Module):
         return normalized
 
     def begin(self, pixel_values: Tensor) -> Tensor:
-        """Cuts and embeds the images, which must have the size that the positions were made for."""
+        """Divides the images into patches and embeds them; the images must have the size of the position embeddings."""
         if pixel_values.shape[1:] != self.image_shape:
             raise DataError(
                 f"pixel_values have the shape {list(pixel_values.shape)}, but the model takes images of "
@@ -197,7 +197,7 @@ class Layer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of all patches to all: [B, S, D] → [B, S, D]."""
+    """Self-attention over all patches: [B, S, D] → [B, S, D]."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Widens, bends and narrows each position by itself: [B, S, D] → [B, S, D]."""
+    """The MLP: [B, S, D] → [B, S, D]."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Updates: the optimizers, whose step() returns {metric: tensor}, and the schedules of their learning rates.
+"""Optimizers, whose step() returns {metric: tensor}, and learning-rate schedules.
 
-When an update happens, and with which gradients, is the loop's business (loop/update.py).
+The loop decides when an update happens and with which gradients (loop/update.py).
 """

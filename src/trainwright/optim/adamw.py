@@ -1,4 +1,4 @@
-"""AdamW: torch's, fused wherever torch can, with a `step()` that returns metrics and moments in other precisions."""
+"""torch's AdamW, fused where supported, with a `step()` that returns metrics, and with moments in other precisions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ OWN_DEFAULTS: Mapping[str, Any] = {
 WHOLE_SETTINGS = ("state", "state_dtype", "master_weights")
 """The settings of the whole optimizer, which a group cannot change."""
 MIN_KERNEL_ELEMENTS = 2**20
-"""Smaller parameters are stepped together by torch's kernel: launching one for each would cost more host time."""
+"""Smaller parameters are stepped together by torch's kernel, because one kernel launch for each would take more host
+time."""
 STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # torch wraps a class's step() in profiling and hooks when its first object is created. Calling super().step() would
@@ -71,21 +72,21 @@ _update_parameters = inspect.unwrap(torch.optim.Adam.step)
 
 
 class AdamW(torch.optim.AdamW):
-    """Adam with decoupled weight decay: torch's algorithm and torch's defaults, but fused where possible.
+    """Adam with decoupled weight decay: torch's algorithm and defaults, but fused where possible.
 
-    `fused=None` selects one kernel for all parameters if all are floating point on a device that has the kernel
-    (CPU, CUDA), else torch's own choice. The fused kernel is the fastest, and the only one that can skip an update
-    with infinite gradients without a synchronization. `True` and `False` are passed to torch.
+    `fused=None` selects one kernel for all parameters if all are floating point on a device that has the kernel (CPU,
+    CUDA), and otherwise torch's default. The fused kernel is the fastest, and the only one that can skip an update with
+    infinite gradients without a synchronization. `True` and `False` are passed to torch.
 
     `state_dtype`, `fp32` or `bf16`, is the dtype of both moments; None means the parameter's dtype. bf16 with fp32
-    weights saves 4 bytes per parameter. Where there is no Triton kernel (adamw_kernels.py), it costs time.
+    weights saves 4 bytes per parameter. Without a Triton kernel (adamw_kernels.py), it takes more time.
     `state: 8bit` keeps both moments in 8 bits with a scale for each 256 elements: 2 bytes per parameter instead of 8
     (eight_bit.py). Parameters with one dim or fewer than 4,096 elements keep fp32 moments.
     `master_weights` keeps an fp32 master of every 16-bit weight, and moments in fp32 unless `state` or `state_dtype` is
-    set: 12 bytes of state per weight, in addition to 2 of the weight and 2 of its gradient. `stochastic` keeps none: it
-    rounds bf16 weights stochastically, so that updates too small for bf16 are not lost on average.
-    `repair_nan` makes gradients finite before they are measured, and returns `nan_gradients`, how many values were
-    not. `report` returns `update_norm`, at the cost of one more copy of the weights and two passes over it.
+    set: 12 bytes of state per weight, in addition to 2 of the weight and 2 of its gradient. `stochastic` keeps no
+    masters: it rounds bf16 weights stochastically, so updates that are too small for bf16 are not lost on average.
+    `repair_nan` makes gradients finite before they are measured, and returns `nan_gradients`, the number of values that
+    were not finite. `report` returns `update_norm`, at the cost of one more copy of the weights and two passes over it.
     """
 
     divides_gradients = True
@@ -118,7 +119,7 @@ class AdamW(torch.optim.AdamW):
         own = {name: settings.pop(name) for name in OWN_DEFAULTS}
         for name in WHOLE_SETTINGS:
             if own[name] and amsgrad:
-                # Stochastic rounding would raise the maximum in every step.
+                # Stochastic rounding would increase the maximum in every step.
                 raise ConfigError(f"{name} and amsgrad are both set. Keep one of them.")
             if own[name] and fused is not True:
                 raise ConfigError(f"{name} needs torch's fused AdamW, but the device lacks it or fused is False.")
@@ -133,8 +134,8 @@ class AdamW(torch.optim.AdamW):
     def repair_gradients(self) -> None:
         """Makes the gradients of groups with `repair_nan` finite now; the next `step()` returns the count.
 
-        The loop calls it before it measures and clips, because one nan in the norm would make every gradient nan.
-        Without that call `step()` does it. The count of a skipped step is dropped.
+        The loop calls it before it measures and clips, because a single nan would make the norm, and then every
+        gradient, nan. Without this call, `step()` does it. The count of a skipped step is discarded.
         """
         if self._repairs:
             groups = [group for group in self.param_groups if group["repair_nan"]]
@@ -146,7 +147,7 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> dict[str, Tensor]:  # type: ignore[override]
         """Updates the parameters in place and returns the requested metrics.
 
-        A closure runs as in torch, but its result is dropped: the loop already has the loss.
+        A closure runs as in torch, but its result is discarded, because the loop already has the loss.
         """
         if closure is not None:
             run_closure(closure)
@@ -178,7 +179,7 @@ class AdamW(torch.optim.AdamW):
         self._read_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group as in torch; the precision of moments and masters is the same for all groups."""
+        """Adds a group, as in torch; the precision of moments and masters is the same for all groups."""
         for key in WHOLE_SETTINGS:
             if key in param_group:
                 raise ConfigError(
@@ -186,11 +187,11 @@ class AdamW(torch.optim.AdamW):
                     "groups."
                 )
         super().add_param_group(param_group)
-        if "report" in self.defaults:  # not while the constructor runs, which knows the own defaults only later
+        if "report" in self.defaults:  # not in the base constructor, which runs before the additional defaults are set
             self._read_groups()
 
     def _init_group(self, group: dict[str, Any], parameters: list[Tensor], *lists: list[Tensor]) -> bool:
-        """Fills torch's lists with what is stepped: of sharded parameters, this rank's shards."""
+        """Fills torch's lists with the tensors to step; for sharded parameters, this rank's shards."""
         has_complex: bool = super()._init_group(group, parameters, *lists)  # type: ignore[no-untyped-call]
         if self.is_sharded:
             gradients, *states = lists
@@ -213,7 +214,7 @@ class AdamW(torch.optim.AdamW):
         self._is_loaded = False
 
     def _read_groups(self) -> None:
-        """Reads from the groups what `step` needs and what does not change between steps."""
+        """Reads the settings of the groups that do not change between steps."""
         for group in self.param_groups:
             for key, default in OWN_DEFAULTS.items():
                 group.setdefault(key, self.defaults.get(key, default))
@@ -224,7 +225,7 @@ class AdamW(torch.optim.AdamW):
         dtype = STATE_DTYPES[name or "fp32"] if state or name or masters else None
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         needs_cast = state or masters or any(parameter.dtype != dtype for parameter in parameters)
-        self._moment_dtype = dtype if needs_cast else None  # None: torch's own step does it
+        self._moment_dtype = dtype if needs_cast else None  # None if torch's own step is used
 
 
 def has_fused_kernel(parameter: Tensor) -> bool:
@@ -261,13 +262,13 @@ class _Chunk(NamedTuple):
 
     parameter: Tensor
     weight: Tensor
-    """What is stepped: the parameter itself, or its master."""
+    """The tensor to step: the parameter itself, or its master."""
     gradient: Tensor
     first: Tensor
     second: Tensor
     step: Tensor
     whole: Tensor
-    """The parameter that it is a range of."""
+    """The parameter that contains the range."""
     start: int
     """The first element of that range."""
 
@@ -318,7 +319,7 @@ def step_group(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype
 
 
 def _has_kernel(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> bool:
-    """Returns True if a kernel of its own steps this parameter. The size that counts is that of the full tensor."""
+    """Returns True if a separate kernel steps this parameter. The size is that of the full tensor."""
     return (
         parameter.numel() >= MIN_KERNEL_ELEMENTS
         and waits_for_memory(parameter.device)
@@ -330,20 +331,20 @@ def _has_kernel(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> boo
 def _step_by_kernel(
     parameter: Any, weight: Any, state: Mapping[str, Tensor], numbers: StepNumbers, row: int, *, is_stochastic: bool
 ) -> None:
-    """Runs the step of a parameter by one kernel; `weight` is the parameter or its master."""
+    """Runs the step of a parameter in one kernel; `weight` is the parameter or its master."""
     if not local(parameter).numel():
         return  # this rank has no rows
     from trainwright.optim import adamw_kernels  # needs Triton
 
     gradient, moments = own_gradient(parameter), [local(state[key]) for key in (FIRST, SECOND)]
-    assert gradient is not None  # parameters without one are left out
+    assert gradient is not None  # parameters without a gradient are skipped
     master = None if weight is parameter else local(weight)
     adamw_kernels.step_by_kernel(local(parameter), master, gradient, moments, numbers, row, is_stochastic=is_stochastic)
 
 
 def _split(parameter: Any, weight: Any, state: Mapping[str, Tensor]) -> Iterator[_Chunk]:
     gradient, step = own_gradient(parameter), state["step"]
-    assert gradient is not None  # parameters without one are left out
+    assert gradient is not None  # parameters without a gradient are skipped
     own = local(parameter)
     stepped = own if weight is parameter else local(weight)
     tensors = (own, stepped, gradient, local(state[FIRST]), local(state[SECOND]))
@@ -395,7 +396,7 @@ def _step_chunks(
 
 
 def _widen(tensors: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-    """Returns the tensors in fp32: themselves and None, or views of one new buffer and that buffer."""
+    """Returns the tensors in fp32: the same tensors and None, or views of one new buffer and the buffer."""
     if all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors):
         return tensors, None
     sizes = [tensor.numel() for tensor in tensors]

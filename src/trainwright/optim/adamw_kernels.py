@@ -1,6 +1,6 @@
-"""The step of AdamW as one kernel for a GPU, in Triton: for moments in 8 bits, and for weights or moments in 16 bits.
+"""The step of AdamW as one Triton kernel, for moments in 8 bits, and for weights or moments in 16 bits.
 
-Each element is read and written once, with clipping, the skip and the rounding of weights and moments:
+Each element is read and written once, including clipping, skipping and the rounding of weights and moments:
 
 | bf16 weights and gradients, bytes per element | fp32 master | stochastic rounding |
 |-----------------------------------------------|-------------|---------------------|
@@ -8,8 +8,8 @@ Each element is read and written once, with clipping, the skip and the rounding 
 | moments in bf16                               | 20          | 14                  |
 | moments in 8 bits                             | 16          | 10                  |
 
-The formulas are those of adamw.py and eight_bit.py, which import this file where there is Triton. Results may differ in
-the last bit of fp32, which can change the direction of a stochastic rounding.
+The formulas are those of adamw.py and eight_bit.py, which import this file if Triton is available. Results may differ
+in the last bit of fp32, which can change the direction of a stochastic rounding.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def step_by_kernel(
             mix_factor=MIX_FACTOR,
             num_warps=NUM_WARPS,
         )
-    increment_version(written)  # as torch's own in-place operations do: autograd then rejects an outdated weight
+    increment_version(written)  # like torch's own in-place operations, so that autograd rejects an outdated weight
 
 
 def step_quantized_by_kernel(
@@ -116,7 +116,7 @@ def step_quantized_by_kernel(
             tiny=TINY,
             num_warps=NUM_WARPS,
         )
-    increment_version(written)  # as torch's own in-place operations do: autograd then rejects an outdated weight
+    increment_version(written)  # like torch's own in-place operations, so that autograd rejects an outdated weight
 
 
 @triton.jit
@@ -179,7 +179,7 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
         tl.store(master + offset, weight, mask=inside)
     salt_bits = tl.load(salt)
     if is_stochastic:
-        # One remainder of 64 bits for the program: one for each element would take longer than its bytes.
+        # One 64-bit remainder per program, because one per element would take longer than the memory access.
         position = ((start % row_size).to(tl.int32) + number) % row_size
         weight = _rounded(weight, _mixed(weight, position, salt_bits, golden, position_factor, mix_factor))
     tl.store(parameter + offset, weight.to(parameter.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""What optimizer steps share so that the host never waits for the device.
+"""Shared parts of optimizer steps that never synchronize with the device.
 
 Skipped updates, repair and reports, masters in fp32 for weights in 16 bits, loaded state, capture in a CUDA graph.
 rounding.py rounds bf16 weights without masters stochastically.
@@ -6,8 +6,8 @@ rounding.py rounds bf16 weights without masters stochastically.
     gradients (bf16) → fp32 → step of the masters → rounded to the weights (bf16)
 
 A weight in bf16 has 8 significant bits: an update below a 256th of it is lost, and most are. The master keeps all of
-them. It belongs to the optimizer's state and is created from the weight in the first step. A weight that is written
-by hand between steps is overwritten by its master in the next step.
+them. It belongs to the optimizer's state and is created from the weight in the first step. A weight that is modified
+between steps is overwritten by its master in the next step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainwright.optim.sharded import has_shards, local_gradients, local_shards,
 from trainwright.parallel.mesh import is_split, local
 
 CHUNK_ELEMENTS = 2**25
-"""The number of elements processed at once where a step needs memory in addition to the state: 128 MiB in fp32."""
+"""The number of elements that are processed at once if a step needs additional memory: 128 MiB in fp32."""
 NARROW = (torch.bfloat16, torch.float16)
 MASTER = "master"
 """The key of a parameter's master in its state."""
@@ -72,7 +72,7 @@ class ListOptimizer(torch.optim.Optimizer):
         raise NotImplementedError(f"{type(self).__name__} must define step_group(parameters, group).")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group as in torch."""
+        """Adds a group, as in torch."""
         super().add_param_group(param_group)
         self.is_sharded = self.is_sharded or has_shards(self.param_groups[-1:])
 
@@ -112,7 +112,7 @@ class ListOptimizer(torch.optim.Optimizer):
         return [gradient.to(torch.float32) for gradient in gradients] if group["master_weights"] else gradients
 
     def state_of(self, parameters: Sequence[Tensor], stepped: Sequence[Tensor], key: str) -> list[Tensor]:
-        """Returns local state tensors, created as zeros of the form of what is stepped."""
+        """Returns local state tensors, which are created as zeros like the stepped tensors."""
         for parameter, weight in zip(parameters, stepped, strict=True):
             if key not in self.state[parameter]:
                 self.state[parameter][key] = torch.zeros_like(weight)
@@ -124,7 +124,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
 
 def read_entries(params: Iterable[Any], *, owner: str) -> list[Any]:
-    """Returns the parameters or groups as lists: torch reads them a second time, and they may be generators."""
+    """Returns the parameters or groups as lists, because they may be generators and torch iterates over them twice."""
     if isinstance(params, Tensor):
         raise TypeError(f"{owner} got a single tensor. Pass an iterable of tensors, such as model.parameters().")
     return [
@@ -136,7 +136,8 @@ def read_entries(params: Iterable[Any], *, owner: str) -> list[Any]:
 
 
 def tensors_of(entries: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the tensors of what torch's optimizers accept: tensors, (name, tensor) pairs, or groups of either."""
+    """Yields the tensors of any argument that torch's optimizers accept: tensors, (name, tensor) pairs, or groups of
+    either."""
     for entry in entries:
         if isinstance(entry, dict):
             members = entry["params"]
@@ -146,7 +147,7 @@ def tensors_of(entries: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def run_closure(closure: Callable[[], Any] | None) -> None:
-    """Runs a closure as torch's optimizers do. Its result is dropped: the loop already has the loss."""
+    """Runs a closure as torch's optimizers do. Its result is discarded, because the loop already has the loss."""
     if closure is not None:
         with torch.enable_grad():
             closure()
@@ -158,7 +159,7 @@ def updated_parameters(group: Mapping[str, Any]) -> list[Tensor]:
 
 
 def device_of(optimizer: torch.optim.Optimizer) -> torch.device | None:
-    """Returns the device of an optimizer's parameters; of one without parameters on this stage, the stage's."""
+    """Returns the device of an optimizer's parameters; if it has none on this stage, the device of the stage."""
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     stage_device: torch.device | None = getattr(optimizer, "device_of_stage", None)
     return stage_device if first is None else first.device
@@ -169,8 +170,8 @@ def unscale_gradients(
 ) -> Tensor | None:
     """Unscales the gradients in place by torch's `grad_scale`; returns a 0-dim bool, True to skip, or None.
 
-    Where the update is skipped the gradients become the averages that they would change, which then keep every bit:
-    an update that might be skipped has the arithmetic of one that is not. `unless` does the same for the rate.
+    If the update is skipped, the gradients are replaced by the averages, which then do not change; otherwise the
+    arithmetic is that of an update that cannot be skipped. `unless` does the same for the rate.
     """
     grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if grad_scale is not None:
@@ -184,12 +185,12 @@ def unscale_gradients(
 
 
 def unless(skip: Tensor | None, value: float | Tensor, otherwise: float) -> float | Tensor:
-    """Returns `value`, or on the device `otherwise` where the update is skipped."""
+    """Returns `value`, or `otherwise` if the update is skipped, selected on the device."""
     return value if skip is None else torch.where(skip, otherwise, value)
 
 
 def in_chunks(tensors: Sequence[Tensor], most: int = CHUNK_ELEMENTS) -> Iterator[slice]:
-    """Yields slices of the list with at most `most` elements each, or one larger tensor."""
+    """Yields slices of the list with at most `most` elements each, or a single larger tensor."""
     start = held = 0
     for number, tensor in enumerate(tensors):
         if held and held + tensor.numel() > most:
@@ -203,12 +204,13 @@ def in_chunks(tensors: Sequence[Tensor], most: int = CHUNK_ELEMENTS) -> Iterator
 def repair(parameters: Sequence[Tensor], *, stages: Any = None, device: torch.device | None = None) -> Tensor:
     """Replaces non-finite values of gradients by 0, in place; returns their number over all ranks, on the device.
 
-    A value whose square overflows counts too: it would make Adam's second moment infinite for the rest of the run.
+    A value whose square overflows counts too, because it would make Adam's second moment infinite for the rest of the
+    run.
     """
     counts = []
     for gradient in local_gradients(parameters):
         limits = torch.finfo(gradient.dtype)
-        # In fp16 every value above 256 has an infinite square: only infinities are errors there.
+        # In fp16 every value above 256 has an infinite square, so only infinities count.
         most = limits.max if gradient.dtype == torch.float16 else limits.max**0.5
         is_bad = ~(gradient.abs() <= most)  # also true of nan
         counts.append(is_bad.sum())
@@ -224,7 +226,7 @@ def copy_reported(optimizer: torch.optim.Optimizer) -> dict[Tensor, Tensor] | No
 
 
 def report_update(optimizer: Any, copied: dict[Tensor, Tensor] | None) -> dict[str, Tensor]:
-    """Returns `update_norm`, the 2-norm of what the step changed; nothing where no group reports.
+    """Returns `update_norm`, the 2-norm of the changes by the step; empty if no group reports.
 
     A pipeline stage without a reported parameter still joins the sum over stages.
     """
@@ -273,7 +275,8 @@ def check_masters(tensors: Iterable[Tensor], master_weights: bool | str) -> None
 
 
 def masters_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Returns what is stepped for each parameter: its master, created if missing, or an fp32 parameter itself."""
+    """Returns the tensor to step for each parameter: its master, which is created if missing, or an fp32 parameter
+    itself."""
     stepped = []
     for parameter in parameters:
         if parameter.dtype in NARROW:
@@ -286,14 +289,14 @@ def masters_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -
 
 
 def round_masters(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Rounds masters to their weights; a skipped step leaves the weights as they were."""
+    """Rounds masters to their weights; a skipped step does not change the weights."""
     pairs = [(weight, master) for weight, master in zip(parameters, masters, strict=True) if weight is not master]
     if pairs:
         torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
 
 
 def restore_dtypes(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Restores the dtypes of loaded state, which torch casts to the parameter's, and lays it out as the parameter."""
+    """Restores the dtypes of loaded state, which torch casts to the parameter's, and shards it like the parameter."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
@@ -310,8 +313,8 @@ def fit_loaded_state(
 ) -> None:
     """Adapts loaded state to this run's settings, which may differ from those of the run that saved it.
 
-    Masters that are no longer stepped are dropped: a later run would load them over newer weights. Averages get
-    `dtype`, or if that is None the dtype of what is stepped.
+    Masters that are no longer used are deleted, because a later run would load them over newer weights. Averages get
+    `dtype`, or the dtype of the stepped tensor if that is None.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -329,18 +332,19 @@ _KNOWN_PACKAGES = ("torch.optim.", "trainwright.optim.")
 
 
 def prepare_for_capture(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Makes an optimizer's step one that can be recorded; returns False, and changes nothing, where it cannot be.
+    """Prepares an optimizer for capture; returns False, without changes, if its step cannot be captured.
 
-    Every group's `lr` becomes a 0-dim tensor of its own, `capturable` is set where torch's class has it, and
-    `step` counters move to the device. It stays so over `load_state_dict`. State is still made in the first step, and
-    momentum of torch's SGD in its first with a gradient: only a step after those is like the ones that follow.
+    Every group's `lr` becomes a 0-dim tensor, `capturable` is set if torch's class supports it, and `step` counters
+    move to the device. This persists across `load_state_dict`. State is still created in the first step, and the
+    momentum of torch's SGD in the first step with a gradient; only the steps after these are equal.
     """
     if getattr(optimizer, "captured_rates", None) is not None:
         return True
     if not can_be_captured(optimizer, device):
         return False
     prepared: Any = optimizer
-    # A kernel on the host reads the rate as the double that a plain number is, one on a device as a float.
+    # A host kernel reads the rate in double precision, like a plain number; a device kernel reads it in single
+    # precision.
     dtype = torch.float64 if reads_at_once(device) else torch.float32
     prepared.captured_rates = [
         torch.tensor(float(group["lr"]), dtype=dtype, device=device) for group in optimizer.param_groups
@@ -366,10 +370,10 @@ def follow_groups(optimizer: torch.optim.Optimizer, device: torch.device) -> Non
 
 
 def can_be_captured(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Returns True if the step reads its rate on the device and nothing else on the host.
+    """Returns True if the step reads its rate on the device and reads nothing on the host.
 
-    The fused steps of torch and all of ours do, and torch's `capturable` ones where the device has graphs. Of other
-    optimizers only those whose groups set `capturable` do.
+    The fused steps of torch and all of ours do, and torch's `capturable` ones if the device supports graphs. Other
+    optimizers do so only if their groups set `capturable`.
     """
     has_capturable = has_capturable_optimizers(device)
     is_known = f"{type(optimizer).step.__module__}.".startswith(_KNOWN_PACKAGES)
@@ -393,12 +397,12 @@ def set_learning_rate(group: MutableMapping[str, Any], value: float) -> None:
 
 
 def rate_stamp(rate: Any) -> Any:
-    """Returns a value that differs once a rate was written: of a tensor its version, which is known on the host."""
+    """Returns a value that changes when a rate is written; for a tensor its version, which is known on the host."""
     return (id(rate), version_of(rate)) if isinstance(rate, Tensor) else rate
 
 
 def sync_captured_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Copies a rate that has replaced a group's tensor into that tensor, which a replay reads."""
+    """If a rate has replaced a group's tensor, copies it into the tensor that a replay reads."""
     prepared: Any = optimizer
     for group, rate in zip(optimizer.param_groups, prepared.captured_rates, strict=True):
         if group["lr"] is not rate:
@@ -407,7 +411,7 @@ def sync_captured_rates(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _settle(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Replaces rates that are numbers, also loaded ones, by the tensors that a captured step refers to."""
+    """Replaces rates that are numbers, including loaded ones, with the tensors that a captured step refers to."""
     sync_captured_rates(optimizer)
     has_capturable = has_capturable_optimizers(device)
     for group in optimizer.param_groups:
@@ -420,7 +424,7 @@ def _settle(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 
 def _save_plain_numbers(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Saves the groups as a run without capture does: the packed groups are copies."""
+    """Saves the groups as in a run without capture; the packed groups are copies."""
     prepared: Any = optimizer
     for group, was_capturable in zip(state_dict["param_groups"], prepared.was_capturable, strict=True):
         group["lr"] = float(group["lr"])
@@ -448,16 +452,16 @@ def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 def divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Returns True if the fused kernel can divide gradients by `grad_scale`, which saves a pass over them.
 
-    Only for the classes themselves: a subclass, or a hook, may read the gradients before the step.
+    Only for the classes themselves, because a subclass or a hook may read the gradients before the step.
     """
     own = vars(type(optimizer)).get("divides_gradients", type(optimizer) in (torch.optim.AdamW, torch.optim.Adam))
     return bool(own) and supports_found_inf(optimizer) and not has_step_hooks(optimizer)
 
 
 def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True for an optimizer whose step computes the loss again, as LBFGS does.
+    """Returns True for an optimizer whose step recomputes the loss, such as LBFGS.
 
-    Its `step` has a parameter `closure` without a default, or its class says so with `needs_closure`.
+    Its `step` has a parameter `closure` without a default, or its class sets `needs_closure`.
     """
     if hasattr(optimizer, "needs_closure"):
         return bool(optimizer.needs_closure)
@@ -466,9 +470,10 @@ def requires_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns why an optimizer cannot step its parameters in several calls of `step()`, with advice; None if it can.
+    """Returns the reason why an optimizer cannot step its parameters in several calls of `step()`, with advice; None if
+    it can.
 
-    Optimizers of torch and of this package can. A user's class declares `steps_in_parts = True` if the step of a
+    The other optimizers of torch and this package can. A custom class declares `steps_in_parts = True` if the step of a
     parameter uses only its own gradient and state.
     """
     name = type(optimizer).__name__
@@ -487,9 +492,9 @@ def steps_only_whole(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def has_eval_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True for an optimizer with `train` and `eval`, which trains other weights than it evaluates with.
+    """Returns True for an optimizer with `train` and `eval`, whose weights differ between training and evaluation.
 
-    Those of the package schedulefree do.
+    The optimizers of the package schedulefree are examples.
     """
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
@@ -498,7 +503,7 @@ def has_eval_weights(optimizer: torch.optim.Optimizer) -> bool:
 def eval_weights(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
     """Returns the parameters of an optimizer with `eval`, each with a copy of its weights in evaluations.
 
-    The parameters keep every bit: `train` after `eval` would round them.
+    The parameters do not change; calling `eval` and then `train` would round them.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     trained = [parameter.detach().clone() for parameter in parameters]
@@ -517,10 +522,10 @@ def step_unless(
     grad_scale: Tensor | None = None,
     closure: Callable[[], Any] | None = None,
 ) -> Any:
-    """Steps the optimizer, or leaves weights and state unchanged where `skip`; returns what its step returned.
+    """Steps the optimizer, or leaves weights and state unchanged if `skip`; returns the result of its step.
 
-    `skip` is a 0-dim bool on the device, or a plain bool if the host knows it. `grad_scale` is what the gradients are
-    still to be divided by (see `divides_gradients`). `closure` is for optimizers that require one.
+    `skip` is a 0-dim bool on the device, or a plain bool if the host knows it. `grad_scale` is the divisor that the
+    step applies to the gradients (see `divides_gradients`). `closure` is for optimizers that require one.
     """
     if closure is not None:
         return None if bool(skip) else optimizer.step(closure)
@@ -537,7 +542,7 @@ def step_unless(
                 return optimizer.step()
             finally:
                 del amp.found_inf
-        # One wait per update, only for optimizers that cannot skip on the device.
+        # One synchronization per update, only for optimizers that cannot skip on the device.
         return None if bool(skip) else optimizer.step()
     finally:
         if grad_scale is not None:

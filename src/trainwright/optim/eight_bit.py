@@ -5,9 +5,9 @@ Each row of dim 0 is divided into blocks of 256 elements. A block has an fp32 sc
     first  ≈ scale · sign(code) · (code / 127)²     int8, rounded to nearest
     second ≈ scale · (code / 255)⁴                  uint8, rounded stochastically
 
-The powers give small elements of a block relatively more codes. The second moment changes by a thousandth in a step,
-far less than the distance of two codes: rounded to nearest, it would not change at all. A positive second moment is
-never rounded to 0, which would make the next update very large.
+The powers assign relatively more codes to small elements of a block. The second moment changes by a thousandth in a
+step, far less than the distance between two codes; rounded to nearest, it would never change. A positive second moment
+is never rounded to 0, which would make the next update very large.
 
 Blocks do not depend on how dim 0 is sharded, so a checkpoint fits any number of ranks. On a GPU adamw_kernels.py
 computes the same in one pass.
@@ -32,9 +32,9 @@ from trainwright.parallel.mesh import is_split, local, own_gradient
 BLOCK = 256
 """The number of elements of a row that share a scale."""
 MIN_ELEMENTS = 4096
-"""Smaller parameters keep moments in fp32: they need little memory, and biases and gains are sensitive."""
+"""Smaller parameters keep moments in fp32, because they need little memory, and biases and gains are sensitive."""
 MIN_ROW = 16
-"""The least number of elements of a row: the scales of shorter rows would need as much memory as the codes save."""
+"""The minimum number of elements of a row; the scales of shorter rows would need as much memory as the codes save."""
 CHUNK_ELEMENTS = 2**23
 """The number of elements that the step in plain torch processes at once."""
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
@@ -55,7 +55,7 @@ def has_codes(state: Mapping[str, Any]) -> bool:
 
 
 def zero_codes(parameter: Tensor) -> dict[str, Tensor]:
-    """Returns the codes and scales of moments that are 0, sharded as the parameter is."""
+    """Returns the codes and scales of moments of 0, sharded like the parameter."""
     _check_layout(parameter)
     shape = (parameter.shape[0], _num_blocks(parameter))
     own = local(parameter)
@@ -92,7 +92,7 @@ def decode_state(state: dict[str, Any]) -> None:
 
 
 def place_scales(state: dict[str, Any], parameter: Tensor) -> None:
-    """Shards loaded scales, which every rank has in full, as the parameter is sharded along dim 0."""
+    """Shards loaded scales, which every rank has in full, like the parameter along dim 0."""
     for key in SCALES.values():
         if key in state:
             state[key] = shard_like(state[key], parameter)
@@ -119,7 +119,7 @@ def encode_second(blocks: Tensor, salt: Tensor | None) -> tuple[Tensor, Tensor]:
     Rounds to nearest without a salt.
     """
     scales = blocks.amax(-1)
-    powers = (blocks * _reciprocal(scales)).mul_(255.0**4)  # in this order: the factors together may overflow
+    powers = (blocks * _reciprocal(scales)).mul_(255.0**4)  # in this order: the product of the factors may overflow
     lower = powers.sqrt().sqrt_().floor_().clamp_(max=254.0)
     below = lower.square().square_()
     distance = (lower + 1.0).square_().square_().sub_(below)
@@ -138,7 +138,7 @@ def decode_second(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 class StepNumbers(NamedTuple):
-    """The numbers of one step, on the device: those of the optimizer's group, and one row for each parameter."""
+    """The scalars of one step on the device: those of the optimizer's group, and one row per parameter."""
 
     rates: Tensor
     """[parameters, 4] in fp32: lr / bias correction of the first moment, lr · weight_decay, 1 / root of the bias
@@ -146,7 +146,7 @@ class StepNumbers(NamedTuple):
     salts: Tensor
     """[parameters] in int32, for stochastic rounding."""
     found_inf: Tensor | None
-    """Not 0 if the step must change nothing."""
+    """Nonzero if the step is skipped."""
     betas: tuple[float, float]
     eps: float
 
@@ -154,13 +154,13 @@ class StepNumbers(NamedTuple):
 def step_numbers(
     steps: Sequence[Tensor], group: Mapping[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> StepNumbers:
-    """Returns the numbers of a step of a group; `steps` are the counters, which include this step."""
+    """Returns the scalars of a step of a group; `steps` are the counters, including this step."""
     count = torch.stack(list(steps)).to(torch.float64)
     beta1, beta2 = group["betas"]
     lr = group["lr"]
     if isinstance(lr, Tensor):
         rate = lr.to(device=count.device, dtype=torch.float64, non_blocking=True).reshape(())
-    else:  # not `torch.tensor`, which would copy a number from the host and wait
+    else:  # not `torch.tensor`, which would copy a number from the host and synchronize
         rate = torch.full_like(count[0], lr)
     factor = torch.ones_like(count) if grad_scale is None else (1.0 / grad_scale.to(torch.float64)).expand_as(count)
     columns = (
@@ -182,7 +182,7 @@ def step_quantized(
     the parameter's row in `numbers`.
     """
     own, gradient = local(parameter), own_gradient(parameter)
-    assert gradient is not None  # parameters without one are left out
+    assert gradient is not None  # parameters without a gradient are skipped
     if not own.numel():
         return  # this rank has no rows
     master = None if weight is parameter else local(weight)
@@ -222,7 +222,7 @@ def _step_in_torch(
         update = first * step_size / (second.sqrt() * root + numbers.eps)
         stepped = parameter[some] if master is None else master[some]
         weight = stepped.to(torch.float32)
-        # In torch's order: 1 - lr · weight_decay would round small decays away.
+        # In torch's order, because 1 - lr · weight_decay would round small decays to 0.
         weight = weight - weight * decay - _unblocked(update, stepped)
         new = [*encode_first(first), *encode_second(second, salt)]
         old = [first_codes, first_scales, second_codes, second_scales]
@@ -247,7 +247,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> Tensor:
-    """Returns rows [R, N] as [R, blocks, 256], filled up with zeros."""
+    """Returns rows [R, N] as [R, blocks, 256], padded with zeros."""
     return F.pad(rows, (0, -rows.shape[1] % BLOCK)).view(rows.shape[0], -1, BLOCK)
 
 
@@ -276,7 +276,7 @@ def _check_layout(parameter: Any) -> None:
 
 
 def _as_shard(own: Tensor, parameter: Any, shape: tuple[int, int]) -> Tensor:
-    """Returns this rank's scales as a DTensor of the full shape where the parameter is one."""
+    """Returns this rank's scales; as a DTensor of the full shape if the parameter is a DTensor."""
     if not is_split(parameter):
         return own
     from torch.distributed.tensor import DTensor  # slow to import, and a single process does not need it

@@ -1,4 +1,4 @@
-"""Lion: every weight moves by the same amount, in the direction of its momentum's sign (Chen et al., 2023).
+"""Lion: every weight moves by the same amount, in the direction of the sign of its momentum (Chen et al., 2023).
 
 update = sign(β1 · momentum + (1 − β1) · gradient)
 weight = weight · (1 − lr · weight_decay) − lr · update
@@ -24,7 +24,8 @@ from trainwright.optim.param_groups import reject_impossible
 
 
 class Lion(ListOptimizer):
-    """Lion has one state tensor per parameter, AdamW two. Its lr is 3 to 10 times smaller, its decay larger.
+    """Lion has one state tensor per parameter, AdamW two. Use an lr that is 3 to 10 times smaller, and a larger weight
+    decay.
 
     It steps lists of tensors at once, never synchronizes with the device, and skips an update with infinite gradients
     on the device. `master_weights` keeps an fp32 master of every 16-bit weight, and its momentum in fp32; `stochastic`
@@ -69,6 +70,6 @@ class Lion(ListOptimizer):
             torch._foreach_mul_(updates, rate)
             torch._foreach_sub_(weights, updates)
         else:
-            torch._foreach_add_(weights, updates, alpha=-rate)  # one pass, and the same bits: updates are ±1
+            torch._foreach_add_(weights, updates, alpha=-rate)  # one pass with the same result, because updates are ±1
         torch._foreach_lerp_(momentum, gradients, 1.0 - beta2)
         self.round_weights(parameters, stepped, group)

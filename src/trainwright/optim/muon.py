@@ -1,6 +1,7 @@
-"""Muon: hidden matrices move by their orthogonalized momentum (Jordan et al., 2024); all else moves by AdamW.
+"""Muon: hidden matrices are updated with orthogonalized momentum (Jordan et al., 2024), all other parameters with
+AdamW.
 
-Where matrices are sharded, each is assembled on one rank, orthogonalized there, and the shards are sent back.
+A sharded matrix is gathered on one rank and orthogonalized there, and the shards are sent back.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class _SplitRule:
 class Muon(ListOptimizer):
     """Muon for hidden matrices and convolutions (flattened), fused AdamW for embeddings, heads, vectors and the rest.
 
-    Every group is split in two: `use_muon` tells them apart. `kinds` (parameter name → kind) is what
-    `classify_parameters(model)` returns; the builder passes it. Without it kinds are guessed from shapes and from names
-    as in `model.named_parameters()`. A parameter's attribute `no_muon` overrules its kind, and `exclude` is a list of
-    globs over names that go to AdamW.
+    Every group is split in two, which are distinguished by `use_muon`. `kinds` (parameter name → kind) is what
+    `classify_parameters(model)` returns; the builder passes it. Without it, kinds are guessed from shapes and from
+    names as in `model.named_parameters()`. A parameter's attribute `no_muon` overrides its kind, and `exclude` is a
+    list of globs over the names of parameters for AdamW.
 
-    `adjust_lr_fn` is torch's: `match_rms_adamw` scales updates to the size of AdamW's, so that one lr and one
-    weight_decay serve both; `original` needs a larger lr for Muon and a smaller `adamw_lr`. None for `adamw_lr` and
+    `adjust_lr_fn` is that of torch: `match_rms_adamw` scales updates to the size of AdamW's, so both can use the same
+    lr and weight_decay; `original` needs a larger lr for Muon and a smaller `adamw_lr`. None for `adamw_lr` and
     `adamw_weight_decay` means the same as Muon's. A group's own lr or weight_decay applies to both of its halves.
     `ns_dtype` is the dtype of the iteration, `bf16`, `fp32` or `fp64`. Matrices of equal shape are one batch; sharded
     matrices are distributed over their ranks.
@@ -108,7 +109,7 @@ class Muon(ListOptimizer):
                 raise ConfigError(f"exclude: {unmatched(glob, names, 'parameter')}")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group as in torch, split into Muon's parameters and AdamW's; either half may be empty."""
+        """Adds a group, as in torch, split into Muon's parameters and AdamW's; either half may be empty."""
         group = dict(param_group)
         settings = {**self.defaults, **group}
         for name, known in (("adjust_lr_fn", RATIOS), ("ns_dtype", NS_DTYPES)):
@@ -187,7 +188,7 @@ class Muon(ListOptimizer):
         else:
             updates = [buffer.clone() for buffer in buffers]
         if self.is_sharded:
-            narrow = [update.to(NS_DTYPES[group["ns_dtype"]]) for update in updates]  # half of what is sent, in bf16
+            narrow = [update.to(NS_DTYPES[group["ns_dtype"]]) for update in updates]  # bf16 halves the communication
             orthogonal = map_full_tensors(lambda full: _orthogonal(full, group), narrow, parameters, turn=turn)
         else:
             orthogonal = _orthogonal(updates, group)
@@ -227,8 +228,8 @@ class Muon(ListOptimizer):
 def orthogonalize(batch: Tensor, coefficients: Sequence[float], *, steps: int, eps: float) -> Tensor:
     """Returns matrices with the same singular vectors and singular values near 1. The batch is overwritten.
 
-    The shape is [matrices, rows, columns] with rows ≤ columns, because the iteration's squares are rows × rows. A
-    matrix of norm below `eps` becomes small, not large; zeros stay zeros.
+    The shape is [matrices, rows, columns] with rows ≤ columns, because the products of the iteration are rows × rows. A
+    matrix with a norm below `eps` becomes small, not large; zeros stay zeros.
     """
     a, b, c = coefficients
     # A sum of squares in bf16 would lose most of its bits.
@@ -243,7 +244,7 @@ def orthogonalize(batch: Tensor, coefficients: Sequence[float], *, steps: int, e
 
 
 def as_wide_matrix(tensor: Tensor) -> Tensor:
-    """Returns the tensor as [dim 0, the rest], transposed if that is taller than wide."""
+    """Returns the tensor as [dim 0, the other dims], transposed if it has more rows than columns."""
     matrix = tensor.flatten(1)
     return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
 
@@ -292,9 +293,10 @@ FullTensorFunction = Callable[[list[Tensor]], list[Tensor]]
 def map_full_tensors(
     function: FullTensorFunction, shards: Sequence[Tensor], parameters: Sequence[Any], *, turn: int = 0
 ) -> list[Tensor]:
-    """Returns this rank's shards of `function` of the full tensors, of which `shards` are this rank's.
+    """Applies `function` to the full tensors, of which `shards` are this rank's shards, and returns this rank's shards
+    of the result.
 
-    All `parameters` have one shape and one sharding. Rank (turn + n) of those that share tensor n computes it.
+    All `parameters` have one shape and one sharding. Tensor n is computed by rank (turn + n) of those that share it.
     Collective along the axes along which the parameters are sharded.
     """
     first = parameters[0]
@@ -305,7 +307,8 @@ def map_full_tensors(
     if len(axes) == 1 and placement.is_shard():
         group = first.device_mesh.get_group(axes[0])
         return _map_on_owners(function, shards, first.shape, placement.dim, group, turn)
-    # Sharded along several axes, the shards are nested: torch gathers them, and every rank computes all tensors.
+    # If tensors are sharded along several axes, their shards are nested: torch gathers them, and every rank computes
+    # all tensors.
     from torch.distributed.tensor import DTensor  # slow to import, and a single process does not need it
 
     full = []

@@ -1,6 +1,6 @@
 """Parameter groups: which settings of an optimizer apply to which parameters, and the valid values of settings.
 
-Also the kinds of parameters, and what a pipeline stage knows of the full model.
+Also the kinds of parameters, and a pipeline stage's description of the full model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def classify_parameters(model: nn.Module) -> dict[str, str]:
     - `vector`: fewer than two dims longer than 1: biases, gains, scales
     - `embedding`: the weight of an Embedding, or a bare parameter that is named like one; a head that is tied to an
       embedding is one too
-    - `head`: the weight of a Linear whose name is one of HEAD_NAMES; of the model's last Linear where there is none
+    - `head`: the weight of a Linear whose name is one of HEAD_NAMES, or of the model's last Linear if there is none
     - `convolution`: the weight of a Conv1d, Conv2d or Conv3d
     - `matrix`: any other parameter of two dims
     - `tensor`: any other parameter
@@ -49,7 +49,7 @@ def classify_parameters(model: nn.Module) -> dict[str, str]:
         ("head", heads or list(linears.values())[-1:]),
         ("embedding", [weight for _, weight in _weights_of(model, (nn.Embedding, nn.EmbeddingBag))]),
     ):
-        known |= {id(weight): kind for weight in weights}  # the last kind wins
+        known |= {id(weight): kind for weight in weights}  # the last kind applies
     kinds = {}
     for name, parameter in model.named_parameters():
         by_name = "tensor" if parameter.ndim > 2 else kind_by_name(name, parameter)
@@ -115,7 +115,7 @@ RANGES: Mapping[str, _Range] = {
     **dict.fromkeys(("betas", "adamw_betas", "momentum"), _BELOW_1),
     "ns_steps": _COUNT,
 }
-"""The valid values of settings of any optimizer; of a list, of each number."""
+"""The valid values of settings of any optimizer; for a list, those of each number."""
 
 _RATES = ("lr", "adamw_lr")
 
@@ -124,7 +124,7 @@ WORDS: Mapping[str, str] = {"master_weights": "stochastic"}
 
 
 def reject_impossible(**settings: Any) -> None:
-    """Rejects settings outside of RANGES by name. A rate of 0 passes, as it does in torch."""
+    """Rejects settings outside of RANGES by name. A rate of 0 is valid, as in torch."""
     for name, value in settings.items():
         problem = None if value is None or name not in RANGES else _range_problem(value, RANGES[name])
         if problem is not None:
@@ -141,8 +141,8 @@ def check_settings(
 ) -> None:
     """Rejects invalid settings of an optimizer's section in the config; `label` is its dotted name.
 
-    `provided` are the arguments that the builder passes itself. Values have the form of their defaults for torch's
-    optimizers and ours, which need not hold for a user's.
+    `provided` are the arguments that the builder passes itself. For the optimizers of torch and this package, values
+    must have the form of their defaults; a custom optimizer may differ.
     """
     for name in provided:
         if name in settings:
@@ -158,7 +158,7 @@ def check_settings(
 def _check_values(
     settings: Mapping[str, Any], defaults: Mapping[str, Any], *, label: str, origin: Origin, has_strict_forms: bool
 ) -> None:
-    """Rejects values outside of RANGES or, with `has_strict_forms`, of another form than their default."""
+    """Rejects values outside of RANGES or, with `has_strict_forms`, with another form than their default."""
     for name, value in settings.items():
         default = defaults.get(name)
         if value is None and default is None:
@@ -167,7 +167,7 @@ def _check_values(
         if problem is None and name in RANGES and not isinstance(default, str):
             problem = _range_problem(value, _ABOVE_0 if name in _RATES else RANGES[name])
             if problem is not None and name in _RATES and value == 0:
-                problem += " To keep parameters as they are, use model.freeze."
+                problem += " To keep parameters fixed, use model.freeze."
         if problem is not None:
             _reject(f"{label}.{name}", problem, origin)
 
@@ -179,7 +179,7 @@ def is_number(value: object) -> bool:
 
 def _range_problem(value: Any, known: _Range) -> str | None:
     if isinstance(value, list | tuple):
-        # None in a list is a number that the optimizer derives itself (Adafactor's eps).
+        # None in a list stands for a number that the optimizer derives (Adafactor's eps).
         is_valid = bool(value) and all(one is None or (is_number(one) and known.holds(one)) for one in value)
     else:
         number = float(value) if isinstance(value, Tensor) else value
@@ -212,7 +212,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """What a pipeline stage knows of the full model; build/parallelize.py sets it as the attribute `whole`."""
+    """A pipeline stage's description of the full model; build/parallelize.py sets it as the attribute `whole`."""
 
     parameters: Mapping[str, Tensor]
     """The parameters under all of their names, on the meta device; a tied one is one object."""
@@ -224,7 +224,7 @@ class WholeModel:
 
 
 def describe_whole(model: nn.Module, num_stages: int) -> WholeModel:
-    """Describes a model before it is cut into stages."""
+    """Describes a model before it is divided into stages."""
     known: dict[int, Tensor] = {}
     parameters = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -235,19 +235,19 @@ def describe_whole(model: nn.Module, num_stages: int) -> WholeModel:
 
 
 def whole_of(model: nn.Module) -> WholeModel | None:
-    """Returns what a stage knows of the full model; None for a model without stages."""
+    """Returns a stage's description of the full model; None for a model without stages."""
     whole = getattr(model, "whole", None)
     return whole if isinstance(whole, WholeModel) else None
 
 
 def parameters_of_all_stages(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the full model's parameters under all of their names: this rank's, and stand-ins for the others."""
+    """Returns the full model's parameters under all of their names: this rank's, and placeholders for the others."""
     own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     whole = whole_of(model)
     if whole is None:
         return own
     device = next((each.device for each in own.values()), torch.device("cpu"))
-    # A tied weight may have lost one of its names on a stage: it is this rank's under all of them.
+    # On a stage, a tied weight may lack one of its names; it is used under all of them.
     objects = {id(whole.parameters[name]): parameter for name, parameter in own.items() if name in whole.parameters}
     for each in whole.parameters.values():
         if id(each) not in objects:
@@ -292,7 +292,7 @@ _MARKS = ("lr_scale", "no_weight_decay")
 
 
 class GroupRule(NamedTuple):
-    """One entry of `groups`: globs over parameter names, and the settings of what they match."""
+    """One entry of `groups`: globs over parameter names, and the settings of the matching parameters."""
 
     globs: tuple[str, ...]
     settings: dict[str, Any]
@@ -315,7 +315,7 @@ def make_optimizer(
     origin: Origin = lambda setting: None,
     others: Mapping[str, str] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """Creates an optimizer over groups: `make` is called once, with what torch's optimizers accept as `params`.
+    """Creates an optimizer over groups: `make` is called once, with an argument `params` as for torch's optimizers.
 
     `groups` is as in a config, below the section `label`; `origin` returns the source location of a setting. `others`
     maps names of parameters that this optimizer does not own to the reason (see `describe_unowned`).
@@ -415,8 +415,8 @@ def make_groups(
 ) -> list[dict[str, Any]]:
     """Returns torch's parameter groups with their names: every parameter is in exactly one.
 
-    Parameters that no rule matches come first, because the first group's rate is logged. A glob that matches nothing,
-    or only what earlier rules match, is rejected; `others` has the reasons why a parameter is not here.
+    Parameters that no rule matches come first, because the first group's rate is logged. Rejects a glob that matches
+    nothing, or only parameters that earlier rules match; `others` has the reasons why a parameter is missing.
     """
     members: dict[_GroupKey, list[str]] = {}
     for name, parameter in named_parameters.items():
@@ -465,7 +465,8 @@ def _unmatched_problem(glob: str, names: list[str], others: Mapping[str, str]) -
 
 
 def _apply_marks(group: dict[str, Any], optimizer: torch.optim.Optimizer, *, label: str, origin: Origin) -> None:
-    """Applies the marks of a group to its rate and decay, and converts lists from YAML to torch's tuples."""
+    """Applies the parameter attributes of a group to its rate and decay, and converts lists from YAML to torch's
+    tuples."""
     scale, no_weight_decay = group.pop("lr_scale", 1.0), group.pop("no_weight_decay", False)
     for key, default in optimizer.defaults.items():
         if isinstance(default, tuple) and isinstance(group[key], list):

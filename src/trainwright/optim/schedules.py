@@ -16,9 +16,9 @@ from trainwright.errors import ConfigError
 
 
 class Schedule:
-    """The contract, and the warm-up that all schedules share; a subclass defines `after_warmup`.
+    """The interface and the warm-up of all schedules; a subclass defines `after_warmup`.
 
-    Warm-up rises linearly: the factor of update number n is n / warmup_steps, so update number `warmup_steps` is the
+    The warm-up is linear: the factor of update number n is n / warmup_steps, so update number `warmup_steps` is the
     first at exactly 1.0. Its step is called the peak. Without warm-up the first update is at exactly 1.0 and the peak
     is step 0. `warmup_fraction` is a fraction of max_steps, rounded to a whole number of steps. None means no warm-up.
     A run that is shorter than its warm-up ends before the peak.
@@ -53,7 +53,7 @@ class Constant(Schedule):
 
 
 class Decay(Schedule):
-    """Falls from exactly 1.0 at the peak to exactly `minimum` at the last update; a subclass defines `height`.
+    """Decreases from exactly 1.0 at the peak to exactly `minimum` at the last update; a subclass defines `height`.
 
     `minimum` is a fraction of the base rate. A run that ends at its peak stays at 1.0.
     """
@@ -75,7 +75,7 @@ class Decay(Schedule):
 
 
 class Polynomial(Decay):
-    """Falls as (1 − progress) ** power, from exactly 1.0 at the peak to exactly `minimum` at the last update."""
+    """Decreases as (1 − progress) ** power, from exactly 1.0 at the peak to exactly `minimum` at the last update."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Polynomial(Decay):
 
 
 class Linear(Decay):
-    """Falls on a straight line from exactly 1.0 at the peak to exactly `minimum` at the last update."""
+    """Decreases linearly from exactly 1.0 at the peak to exactly `minimum` at the last update."""
 
     def height(self, progress: float) -> float:
         """Returns the remaining fraction of the run."""
@@ -104,7 +104,7 @@ class Linear(Decay):
 
 
 class Cosine(Decay):
-    """Falls on half a cosine from exactly 1.0 at the peak to exactly `minimum` at the last update."""
+    """Decreases on half a cosine from exactly 1.0 at the peak to exactly `minimum` at the last update."""
 
     def height(self, progress: float) -> float:
         """Returns the half cosine of the progress."""
@@ -112,7 +112,8 @@ class Cosine(Decay):
 
 
 class InverseSquareRoot(Schedule):
-    """Falls as 1 / sqrt(update number), scaled to exactly 1.0 at the peak. It does not depend on the run's length."""
+    """Decreases as 1 / sqrt(update number), scaled to exactly 1.0 at the peak. It does not depend on the run's
+    length."""
 
     def after_warmup(self, step: int, *, peak: int, max_steps: int) -> float:
         """Returns sqrt(peak's update number / this update's number)."""
@@ -120,10 +121,10 @@ class InverseSquareRoot(Schedule):
 
 
 class Step(Schedule):
-    """Multiplies by `factor` at each milestone, or every so many steps; exactly 1.0 before.
+    """Multiplies the rate by `factor` at each milestone, or every N steps; exactly 1.0 before.
 
-    `every_steps` counts from the peak, which is the start of the run without warm-up. `milestones` are counts of
-    completed updates, rising and after the warm-up: the first update after them has the lower rate. Set one of both.
+    `every_steps` counts from the peak, which is the start of the run without warm-up. `milestones` are increasing
+    counts of completed updates after the warm-up; the first update after each has the lower rate. Set one of both.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Step(Schedule):
         for milestone in milestones or ():
             _check_whole("milestones", milestone, least=1)
         if milestones is not None and list(milestones) != sorted(set(milestones)):
-            raise ConfigError(f"milestones are {list(milestones)}. List them in rising order, each once.")
+            raise ConfigError(f"milestones are {list(milestones)}. List them in increasing order, each once.")
         _check_fraction("factor", factor)
         self.every_steps = every_steps
         self.milestones = tuple(milestones or ())
@@ -163,7 +164,7 @@ class Step(Schedule):
 
 
 class WarmupStableDecay(Schedule):
-    """Stays at exactly 1.0 from the peak on, then falls to exactly `minimum` over the last `decay_steps` updates.
+    """Stays at exactly 1.0 from the peak on, then decreases to exactly `minimum` over the last `decay_steps` updates.
 
     `decay_fraction` is a fraction of max_steps, 0.1 by default. The shapes: `linear`, half a `cosine`, and
     `sqrt`, which is 1 − sqrt(progress), steep at first. With 0 steps the factor stays at 1.0; a
@@ -215,12 +216,12 @@ def _progress(step: int, start: int, end: int) -> float:
 
 
 def _above(height: float, minimum: float) -> float:
-    """Maps heights 1 … 0 to 1 … minimum. Both ends are exact in this form: m + (1 − m) × 1 need not be 1."""
+    """Maps heights 1 … 0 to 1 … minimum. Both ends are exact in this form, whereas m + (1 − m) × 1 need not be 1."""
     return height + (1.0 - height) * minimum
 
 
 def _reject_both(**options: Any) -> None:
-    """Rejects two forms of one setting."""
+    """Rejects two forms of the same setting."""
     given = [f"{name} ({value})" for name, value in options.items() if value is not None]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are both set. Keep one of them.", where="schedule")

@@ -23,7 +23,7 @@ def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def local_gradients(parameters: Iterable[Any]) -> list[Tensor]:
-    """Returns this rank's shards of the existing gradients, each laid out as its parameter."""
+    """Returns this rank's shards of the existing gradients, each sharded like its parameter."""
     gradients = (own_gradient(parameter) for parameter in parameters)
     return [gradient for gradient in gradients if gradient is not None]
 
@@ -36,23 +36,24 @@ def sharded_axes(tensor: Any) -> tuple[int, ...]:
 
 
 def shard_like(full: Tensor, parameter: Any) -> Tensor:
-    """Returns a tensor that every rank has in full as a DTensor laid out like the parameter, if that is sharded."""
+    """Returns a tensor that every rank has in full as a DTensor that is sharded like the parameter, if the parameter is
+    sharded."""
     if is_split(full) or not is_split(parameter):
         return full
     from torch.distributed.tensor import distribute_tensor  # slow to import, and a single process does not need it
 
-    # Every rank has the same values: nothing is sent.
+    # Every rank has the same values, so there is no communication.
     return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def sum_over_ranks(
     parameters: Sequence[Any], values: Sequence[Tensor], *, stages: Any, device: torch.device | None = None
 ) -> Tensor:
-    """Sums one number per parameter shard over the ranks that hold the shards; the result is equal on every rank.
+    """Sums one number per parameter shard over the ranks with the shards; the result is equal on every rank.
 
-    `stages` is the process group of the other pipeline stages, or None. Collective where a parameter is sharded and
-    where there are stages: a stage without any parameter joins with a zero on `device`. A weight that several stages
-    share (a tied weight, marked with `num_stages`) counts once.
+    `stages` is the process group of the other pipeline stages, or None. Collective if a parameter is sharded or there
+    are stages; a stage without parameters participates with a zero on `device`. A weight that several stages share (a
+    tied weight, marked with `num_stages`) counts once.
     """
     by_layout: dict[Any, list[Tensor]] = {}
     for parameter, value in zip(parameters, values, strict=True):

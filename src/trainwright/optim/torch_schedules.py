@@ -23,7 +23,7 @@ from trainwright.backends.private_torch import version_of
 from trainwright.errors import ConfigError
 
 LENGTHS = ("total_steps", "T_max", "num_training_steps")
-"""Arguments that are the number of updates of the run: left out, they are `max_steps`."""
+"""Arguments that are the number of updates of the run; the default is `max_steps`."""
 
 _PROGRESS = frozenset(
     {"last_epoch", "_step_count", "_last_lr", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"}
@@ -32,7 +32,7 @@ _PROGRESS = frozenset(
 
 
 class ReduceOnPlateau(ReduceLROnPlateau):
-    """Multiplies the rate by `factor` after `patience` evaluations without an improvement of `metric`.
+    """Multiplies the rate by `factor` after `patience` evaluations without improvement of `metric`.
 
     The arguments are those of torch.optim.lr_scheduler.ReduceLROnPlateau; `metric` is the evaluation set and its
     metric, such as valid/loss.
@@ -73,8 +73,8 @@ class TorchSchedule:
     """Steps a scheduler once per update, per epoch, or per evaluation.
 
     `scheduler` follows the contract of torch.optim.lr_scheduler: it has an `optimizer`, whose groups it writes, and
-    `step`, `state_dict` and `load_state_dict`. One of torch's ReduceLROnPlateau needs `metric`, and is stepped with its
-    value after each evaluation. `where` is the source location of the setting, for errors.
+    `step`, `state_dict` and `load_state_dict`. torch's ReduceLROnPlateau needs `metric`, and is stepped with its value
+    after each evaluation. `where` is the source location of the setting, for errors.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class TorchSchedule:
         self._num_steps = 0
         """How often the scheduler was stepped."""
         self._known: dict[int, tuple[int | None, float]] = {}
-        """The values that were written into rates that are tensors, by the number of the group, with their version."""
-        # torch replaces `step` on the object to count calls; a step that was replaced is not captured in graph mode.
+        """The values that were written to rates that are tensors, by the number of the group, with their versions."""
+        # torch replaces `step` on the object to count calls; a replaced step is not captured in graph mode.
         vars(scheduler.optimizer).pop("step", None)
 
     @property
@@ -112,7 +112,8 @@ class TorchSchedule:
         return type(self.scheduler).__name__
 
     def advance(self, step: int, epoch: int) -> None:
-        """Steps the scheduler for the update that follows `step` updates, the first of which it is in `epoch`."""
+        """Steps the scheduler for the update that follows `step` updates, if it is the first of `epoch` for a scheduler
+        by epochs."""
         if self.metric is None:
             wanted = epoch if self.is_by_epoch else step
             while self._num_steps < wanted:
@@ -125,18 +126,18 @@ class TorchSchedule:
             return
         if self.metric not in logs:
             known = ", ".join(logs) or "nothing"
-            self._reject("metric", f"no evaluation gives {self.metric!r}. The last one gave {known}.")
+            self._reject("metric", f"no evaluation returns {self.metric!r}. The last one returned {known}.")
         self._num_steps += 1
         self._step(logs[self.metric])
 
     def check_metric(self, check: Callable[..., None]) -> None:
-        """Calls `check(name, label=…, mode=…, where=…)`, which raises for a name that no evaluation gives."""
+        """Calls `check(name, label=…, mode=…, where=…)`, which raises for a name that no evaluation returns."""
         if self.metric is not None:
             mode = getattr(self.scheduler, "mode", "min")
             check(self.metric, label=f"{self._label}.metric", mode=mode, where=self._where)
 
     def check_groups(self, num_groups: int) -> None:
-        """Raises if the optimizer has got groups that the scheduler does not know."""
+        """Raises if groups were added to the optimizer that the scheduler does not have."""
         known = getattr(self.scheduler, "base_lrs", None)
         if isinstance(known, list) and len(known) < num_groups:
             raise ConfigError(
@@ -147,13 +148,13 @@ class TorchSchedule:
             )
 
     def check_length(self, max_steps: int) -> None:
-        """Raises if the scheduler ends before the run does: torch's OneCycleLR cannot be stepped any further."""
+        """Raises if the scheduler ends before the run: torch's OneCycleLR cannot be stepped further."""
         total = getattr(self.scheduler, "total_steps", None)
         if isinstance(total, int) and not self.is_by_epoch and total < max_steps:
             self._reject(
                 "total_steps",
                 f"{self.name} ends after {total} steps, but the run has {max_steps}, and it has no rate for further "
-                "steps. Use at least as many total_steps, or leave them out; a run that was trained with fewer steps "
+                "steps. Use at least as many total_steps, or omit them; a run that was trained with fewer steps "
                 "continues with the new number with --accept-changes.",
             )
 
@@ -171,7 +172,7 @@ class TorchSchedule:
             if isinstance(getattr(self.scheduler, key, None), Counter):  # the milestones of MultiStepLR
                 saved[key] = Counter(value)
         self.scheduler.load_state_dict(saved)
-        if keep_settings:  # the optimizer has the rates that it was built with
+        if keep_settings:  # the optimizer has its initial rates
             for group, rate in zip(self.scheduler.optimizer.param_groups, saved.get("_last_lr", ()), strict=False):
                 group["lr"] = rate
 
@@ -183,7 +184,7 @@ class TorchSchedule:
 
     @contextmanager
     def _plain_rates(self) -> Iterator[None]:
-        """Lets the scheduler compute with plain numbers instead of rates on a device, for which it would wait."""
+        """Lets the scheduler compute with plain numbers instead of rates on a device, which would synchronize."""
         groups = self.scheduler.optimizer.param_groups
         tensors = {number: group["lr"] for number, group in enumerate(groups) if isinstance(group["lr"], torch.Tensor)}
         for number, tensor in tensors.items():
@@ -203,7 +204,7 @@ class TorchSchedule:
 
 
 def accepts_optimizer(target: Callable[..., Any]) -> bool:
-    """Returns True for a class or function whose first parameter is the optimizer, as that of torch's schedulers is."""
+    """Returns True for a class or function whose first parameter is the optimizer, as for torch's schedulers."""
     with suppress(TypeError, ValueError):  # a signature that cannot be read
         first = next(iter(inspect.signature(target).parameters), None)
         return first == "optimizer"
@@ -211,7 +212,8 @@ def accepts_optimizer(target: Callable[..., Any]) -> bool:
 
 
 def missing_lengths(target: Callable[..., Any], given: Mapping[str, Any], length: int | None) -> dict[str, int]:
-    """Returns the arguments of LENGTHS that a scheduler needs and the config leaves out, as `length`; None: nothing."""
+    """Returns the arguments of LENGTHS that a scheduler needs and the config omits, as `length`; none if that is
+    None."""
     if length is None:
         return {}
     parameters = inspect.signature(target).parameters

@@ -1,7 +1,7 @@
 """Parameters that become trainable during a run, or are frozen again, and the groups of their optimizers.
 
-A parameter joins the group that it would have been in if it had been trainable from the start. One that is frozen
-during a run stays in its group: it gets no gradient, so no optimizer changes it.
+A parameter joins the group that it would have been in if it had been trainable from the start. A parameter that is
+frozen during a run stays in its group; without a gradient, no optimizer changes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OptimizerRecipe:
 
 
 def unowned_parameters(model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, nn.Parameter]:
-    """Returns the parameters of a model that no optimizer has, by their first name."""
+    """Returns the parameters of a model that belong to no optimizer, by their first name."""
     owned = {
         id(each) for optimizer in optimizers.values() for group in optimizer.param_groups for each in group["params"]
     }
@@ -42,7 +42,7 @@ def unowned_parameters(model: nn.Module, optimizers: Mapping[str, torch.optim.Op
 def unfreeze_due(
     frozen: Mapping[str, nn.Parameter], model: nn.Module, rules: Sequence[FreezeRule], *, step: int, epoch: int
 ) -> None:
-    """Makes the parameters trainable of which every rule of `model.freeze` that matches has ended.
+    """Makes parameters trainable for which all matching rules of `model.freeze` have ended.
 
     `step` is the number of completed updates, `epoch` that of the next update.
     """
@@ -50,7 +50,7 @@ def unfreeze_due(
     if not ended:
         return
     numbers = {id(each) for each in frozen.values()}
-    names: dict[int, list[str]] = {}  # a tied parameter has several
+    names: dict[int, list[str]] = {}  # a tied parameter has several names
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in numbers:
             names.setdefault(id(parameter), []).append(name)
@@ -97,7 +97,7 @@ def add_trainable(
 def add_group(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], settings: Mapping[str, Any]
 ) -> None:
-    """Adds a group; its parameters have names where those of the others do."""
+    """Adds a group; its parameters have names if those of the other groups do."""
     members: Any = list(parameters.values())
     if "param_names" in optimizer.param_groups[0]:
         members = list(parameters.items())
@@ -139,9 +139,9 @@ def restore_members(
     may_join: set[str],
     may_leave: set[str],
 ) -> None:
-    """Gives an optimizer the members that it had when its groups were saved, with names instead of parameters.
+    """Restores the members that an optimizer had when its groups were saved with names instead of parameters.
 
-    Only parameters in `may_join` are added, and only those in `may_leave` removed; for any other difference nothing
+    Only parameters in `may_join` are added, and only those in `may_leave` are removed; for any other difference nothing
     changes, and loading the state raises.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}

@@ -1,1 +1,1 @@
-"""Many devices: joining the processes (mesh.py), talking between them (collectives.py), replicas (replicate.py)."""
+"""Parallelism over devices: the mesh (mesh.py), communication (collectives.py), replicas (replicate.py), sharding."""

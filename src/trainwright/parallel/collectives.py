@@ -66,9 +66,9 @@ class Ranks:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """Raises on every rank what one of them raises inside; nothing inside may communicate.
+        """Raises an exception of one rank on every rank; the code inside must not communicate.
 
-        Otherwise the other ranks would wait for the failed one in their next collective.
+        Otherwise, the other ranks would wait for the failed one in their next collective.
         """
         failure: Exception | None = None
         try:
@@ -115,8 +115,8 @@ class Ranks:
     def highest_votes(self, *votes: int) -> tuple[int, ...]:
         """Returns the maximum over ranks of each vote of the previous call, and starts to reduce this call's votes.
 
-        Called once per step with this rank's requests. The result is one step old, so that no step waits for it, and
-        the same on every rank, so that all act on it at the same step. One process gets its own votes.
+        Called once per step with this rank's requests. The result is one step old, so no step waits for it. It is the
+        same on every rank, so all act on it at the same step. A single process gets its own votes.
         """
         if self.size == 1:
             return votes
@@ -140,7 +140,8 @@ class Ranks:
         return self.size > 1 and bool(default_store().check(keys))
 
     def go_alone(self) -> None:
-        """Stops communicating: the other ranks are in a collective that this rank cannot join, and fail when it exits.
+        """Stops communication, because the other ranks are in a collective that this rank cannot join; they fail when
+        it exits.
 
         Every method is the identity from then on, so that the run can be closed.
         """
@@ -151,7 +152,7 @@ class Ranks:
     def part(self) -> None:
         """Waits for every rank and releases the control group.
 
-        A rank that exits first would close the others' connections. A group that is still referenced when the
+        A rank that exits early would close the others' connections. A group that is still referenced when the
         interpreter exits may abort the process, because its threads are joined only when it is released.
         """
         self.settle_votes()
@@ -183,11 +184,11 @@ class Notes:
 
     def __init__(self, topic: str, *, store: Any = None, answer_seconds: float = ANSWER_SECONDS) -> None:
         found: Any = default_store() if store is None else store
-        # A separate connection: the training thread may wait for a key on the first one and hold its lock.
+        # A separate connection, because the training thread may wait for a key on the first one and hold its lock.
         self._store: Any = distributed_c10d.PrefixStore(f"trainwright/{topic}", found.clone())
         self._answer_seconds = answer_seconds
         self._requests: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        # A read from the socket of a stopped process has no timeout: a thread does it, and the caller times out.
+        # Reading from the socket of a stopped process has no timeout, so a thread reads, and the caller times out.
         threading.Thread(target=self._serve, name="trainwright-notes", daemon=True).start()
 
     def write(self, name: str, text: str) -> None:
@@ -204,7 +205,7 @@ class Notes:
         return text_of(self._call(lambda: self._store.compare_set(name, "", text)))
 
     def read(self, name: str) -> str | None:
-        """Returns a note, or None if there is none; does not wait for one."""
+        """Returns a note, or None if it does not exist; does not wait for it."""
         answer: str | None = self._call(lambda: text_of(self._store.get(name)) if self._store.check([name]) else None)
         return answer
 
@@ -260,20 +261,21 @@ def group_named(name: str) -> Any:
 
 
 def first_rank_keeps_notes() -> bool:
-    """Returns True if rank 0's process has the store; under torchrun the launcher has it, and it outlives the ranks."""
+    """Returns True if rank 0's process has the store; under torchrun, the launcher has it, and the store outlives the
+    ranks."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def num_collectives_begun() -> int | None:
-    """Returns how many collectives of all ranks this rank has started; None if torch does not count them.
+    """Returns the number of collectives of all ranks that this rank has started; None if torch does not count them.
 
-    All ranks start the same ones in the same order, so a rank with a lower number is behind.
+    All ranks start the same collectives in the same order, so a rank with a lower number is behind.
     """
     try:
         groups: list[Any] = list(distributed_c10d._world.pg_map)
         world = dist.get_world_size()
         return sum(int(group._get_sequence_number_for_group()) for group in groups if group.size() == world)
-    except Exception:  # private, and not every backend counts: the report is useful without it
+    except Exception:  # private and not supported by every backend; the report is useful without it
         return None
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism: the ranks of a group share each sequence, and each has the states of some positions."""
+"""Context parallelism: the ranks of a group share each sequence, and each has the activations of some positions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _JoinChunks(torch.autograd.Function):
         size = dist.get_world_size(ctx.group)
         chunks = grad.chunk(2 * size, ctx.dim)
         by_rank = torch.cat([torch.cat((chunks[rank], chunks[-1 - rank]), ctx.dim) for rank in range(size)])
-        # As in one process, which sums in float32 and rounds once, also for 16-bit gradients.
+        # As in a single process, which sums in float32 and rounds once, also for 16-bit gradients.
         by_rank = by_rank.to(torch.promote_types(grad.dtype, torch.float32))
         summed = by_rank.new_empty((by_rank.shape[0] // size, *by_rank.shape[1:]))
         _REDUCE_SCATTER(summed, by_rank, group=ctx.group)
@@ -61,7 +61,7 @@ class _SumOver(torch.autograd.Function):
         ctx.group = group
         total = tensor.clone()
         dist.all_reduce(total, group=group)
-        # A copy: compiled by torch 2.11, a result that a collective has written gets no gradient, silently.
+        # A copy, because in code compiled by torch 2.11 the output of a collective silently gets no gradient.
         return total.clone()
 
     @staticmethod
@@ -84,7 +84,7 @@ def own_random_numbers(device: torch.device, rank: int) -> Iterator[None]:
     The seed is drawn from the host's generator, which does not synchronize the device.
     """
     drawn = torch.randint(2**62, (), device="cpu")
-    if isinstance(drawn, FakeTensor):  # a plan of a run, without values
+    if isinstance(drawn, FakeTensor):  # fake tensors of a plan
         yield
         return
     seed = int(drawn) ^ (rank * 0x9E3779B97F4A7C15 % 2**62)  # changes all bits
@@ -97,9 +97,10 @@ def own_random_numbers(device: torch.device, rank: int) -> Iterator[None]:
 
 
 def drop_own(values: Tensor, p: float, *, rank: int, size: int) -> Tensor:
-    """Drops elements with numbers that differ between the ranks, for compiled code, which cannot change generators.
+    """Applies dropout with random numbers that differ between the ranks, for compiled code, which cannot change
+    generators.
 
-    Every rank draws the numbers of all ranks, so that the generators stay equal, and uses its own.
+    Every rank draws the random numbers of all ranks, so the generators stay equal, and uses its own.
     """
     if p >= 1.0:
         return values * 0.0
@@ -108,7 +109,8 @@ def drop_own(values: Tensor, p: float, *, rank: int, size: int) -> Tensor:
 
 
 class ContextDropout(nn.Dropout):
-    """nn.Dropout with different random numbers per rank for states [B, S, D]; inputs of fewer dims are equal on all."""
+    """nn.Dropout with different random numbers per rank for activations [B, S, D]; inputs with fewer dims are equal on
+    all ranks."""
 
     rank: int
     size: int
@@ -124,7 +126,7 @@ class ContextDropout(nn.Dropout):
 
 
 def draw_apart(model: nn.Module, *, rank: int, size: int) -> None:
-    """Turns every nn.Dropout of the model into a ContextDropout, in place: its hooks stay."""
+    """Converts every nn.Dropout of the model to a ContextDropout in place, which keeps its hooks."""
     for module in model.modules():
         if type(module) is nn.Dropout:
             module.__class__ = ContextDropout
@@ -135,14 +137,15 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class RingKernel(NamedTuple):
-    """An attention kernel of torch that also returns each query's logsumexp, by which partial results are merged."""
+    """An attention kernel of torch that also returns each query's logsumexp, which is used to merge partial results."""
 
     forward: Any
     backward: Any
     grad_name: str = "grad_out"
     """The argument of `backward` for the gradient of the output."""
     returns: tuple[str, ...] = ()
-    """The arguments of `backward` for the outputs of `forward` after the first two; "": not an argument."""
+    """The arguments of `backward` for the outputs of `forward` after the first two; "" if an output is not an
+    argument."""
     settings: Mapping[str, Any] = NOTHING
     """Further arguments of `forward`."""
     backward_settings: Mapping[str, Any] = NOTHING
@@ -169,7 +172,7 @@ EFFICIENT = RingKernel(
     returns=("philox_seed", "philox_offset"),
     settings=MappingProxyType({"attn_bias": None, "compute_log_sumexp": True}),
     backward_settings=MappingProxyType({"attn_bias": None, "grad_input_mask": (True, True, True, False)}),
-    chunk_multiple=32,  # it pads logsumexp to 32 queries, which the merging does not expect
+    chunk_multiple=32,  # it pads logsumexp to 32 queries, which the merge does not support
 )
 KERNELS = {torch.float16: FLASH, torch.bfloat16: FLASH, torch.float32: EFFICIENT}
 
@@ -182,7 +185,7 @@ class _Ring(NamedTuple):
 
 @cache
 def torch_ring() -> _Ring | None:
-    """Returns torch's ring attention, or None if this torch has none with the expected signature."""
+    """Returns torch's ring attention; None if this version of torch has none with the expected signature."""
     try:
         from torch.distributed.tensor.experimental._context_parallel._attention import (
             _cp_options,
@@ -329,7 +332,7 @@ class SplitSequence:
         return self.take(torch.arange(length, device=device), dim=0, fill=length - 1)
 
     def expect(self, length: int) -> None:
-        """Sets the length of the next sequence, on a pipeline stage that does not split it itself."""
+        """Sets the length of the next sequence on a pipeline stage that does not split it itself."""
         self.length = length
 
     def bounds(self, length: int, device: torch.device) -> Tensor | None:
@@ -376,10 +379,11 @@ class SplitSequence:
         return all_keys, all_values
 
     def mean(self, loss: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss over the full sequence from that over this rank's `targets`, without ignored ones."""
+        """Returns the mean loss over the full sequence from the mean over this rank's `targets`, without ignored
+        ones."""
         loss = _full(loss)
         count = (_full(targets) != IGNORED_LABEL).sum()
-        # If all are ignored the loss is nan, and has weight 0.
+        # If all are ignored, the loss is nan and has weight 0.
         total = torch.where(count > 0, loss, 0.0) * count
         sum_over: Callable[..., Tensor] = _SumOver.apply  # torch has no types here
         summed, counted = sum_over(torch.stack((total, count.to(total.dtype))), self.group).unbind()
@@ -444,7 +448,8 @@ class SplitSequence:
         is_causal: bool,
         settings: dict[str, Any],
     ) -> Tensor:
-        """Does what `_attend_to_all` does with plain operations, which materialize the weights, to drop its own."""
+        """Does the same as `_attend_to_all` with plain operations, which materialize the attention weights, to apply
+        this rank's dropout."""
         if settings["enable_gqa"]:
             keys, values = (each.repeat_interleave(queries.shape[1] // each.shape[1], dim=1) for each in (keys, values))
         scale = queries.shape[-1] ** -0.5 if settings["scale"] is None else settings["scale"]
@@ -458,7 +463,7 @@ class SplitSequence:
         return drop_own(weights, settings["dropout_p"], rank=self.rank, size=self.size) @ values
 
     def _rows(self, mask: Tensor, *, is_causal: bool) -> Tensor:
-        """Returns this rank's rows of a mask over all positions; those of padding are arbitrary."""
+        """Returns this rank's rows of a mask over all positions; rows of padding are arbitrary."""
         if is_causal:
             causal = torch.ones(mask.shape[-1], mask.shape[-1], dtype=torch.bool, device=mask.device).tril()
             mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, float("-inf"))
@@ -468,7 +473,7 @@ class SplitSequence:
 
 
 def split_sequences(model: nn.Module, mesh: Mesh, *, where: object | None = None) -> None:
-    """Splits the model's sequences over the ranks along context, in place; does nothing for one rank.
+    """Shards the model's sequences over the ranks along context, in place; does nothing for a single rank.
 
     `where` is the location of the setting, for errors: a model without `sequence`, or a loss that cannot be computed
     in chunks.
@@ -513,5 +518,5 @@ def _check_criterion(module: nn.Module, size: int, where: object | None) -> None
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """Returns the full tensor of one that is sharded along another axis."""
+    """Returns the full tensor of a tensor that is sharded along another axis."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -25,7 +25,8 @@ from trainwright.parallel.replicate import require_gradients
 logger = logging.getLogger(__name__)
 
 SMALLEST_LAYER = 2**20
-"""The minimal number of elements of a block without submodules: smaller ones are not worth a collective."""
+"""The minimum number of elements of a block without submodules; a collective for a smaller one would cost more than it
+saves."""
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -44,8 +45,8 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _can_be_block(member: nn.Module) -> bool:
-    # nn.Module.forward only raises; lists and dicts of modules inherit it. In a list of lists the inner members are
-    # called, so that the blocks are further down.
+    # nn.Module.forward only raises; lists and dicts of modules inherit it. In a list of lists, the inner members are
+    # called, so they are the blocks.
     has_forward = getattr(type(member), "forward", None) is not nn.Module.forward
     if not has_forward or type(member) is nn.Sequential:
         return False
@@ -74,7 +75,7 @@ class GradientSync:
         self.averaging = math.prod(dist.get_world_size(group) for group in self._groups)
         self._split = [one for module in self._modules for group in _groups_of(module) for one in group.fsdp_params]
         self._touched: set[int] = set()
-        """The parameters, by id, that got a gradient on this rank since the last `finish`."""
+        """The parameters, by id, that received a gradient on this rank since the last `finish`."""
         self._finished: dict[int, weakref.ref[torch.Tensor]] = {}
         """The gradients after the last `finish`, weakly referenced: they may be cleared."""
         self._direct: dict[nn.Parameter, torch.Tensor] = {}
@@ -84,9 +85,10 @@ class GradientSync:
                 group.post_backward = self._filling_zeros(group, group.post_backward)
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Sets before a micro-batch's backward, preferably before its forward, whether it is the last of the update.
+        """Sets whether a micro-batch is the last of the update; call it before its backward, preferably before its
+        forward.
 
-        If this is not known, pass True each time: reductions accumulate, and cost more.
+        If this is not known, pass True each time: reductions accumulate, with more communication.
         """
         for module in self._modules:
             if self._waits_for_last:
@@ -95,7 +97,7 @@ class GradientSync:
                 module.set_requires_all_reduce(is_last, recurse=False)
 
     def follow_trainable(self) -> None:
-        """Lets parameters that were frozen or unfrozen since have no gradient, or one: FSDP2 copies the flag once."""
+        """Updates FSDP2's copy of requires_grad for parameters that were frozen or unfrozen."""
         for module in self._modules:
             for group in _groups_of(module):
                 changed = [
@@ -111,10 +113,10 @@ class GradientSync:
 
     @torch.no_grad()
     def add_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Adds a gradient, averaged over ranks, that a parameter gets outside of the model; collective.
+        """Adds a gradient, averaged over ranks, that a parameter received outside of the model; collective.
 
-        It is kept apart until `finish`: FSDP2 adds its own to the local tensor of `.grad`, on a stream of its own, and
-        would not notice another layout.
+        It is kept separate until `finish`, because FSDP2 adds its own gradient to the local tensor of `.grad` on a
+        separate stream and would not detect another layout.
         """
         assert isinstance(parameter, DTensor)
         assert isinstance(gradient, DTensor)
@@ -134,7 +136,7 @@ class GradientSync:
         Called after the last backward and before any gradient is read, for each update of a step. If the step
         `is_captured`, every trained parameter must have a gradient.
         """
-        # A forward without a backward leaves its block gathered, and the update would not reach those weights.
+        # A forward without a backward leaves its block gathered, and the update would not change those weights.
         self.reshard()
         if not self._groups:
             return
@@ -144,7 +146,8 @@ class GradientSync:
             self._touched.add(id(parameter))
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._direct.clear()
-        # A frozen parameter has no gradient on any rank: it is not missing, and no host has to wait for the others.
+        # A frozen parameter has no gradient on any rank, so it is not missing, and no host needs to wait for the
+        # others.
         parameters = [one.sharded_param for one in self._split if one.sharded_param.requires_grad]
         whole = [parameter for parameter in self._whole if parameter.requires_grad]
         present = [id(parameter) in self._touched or self._is_unchanged(parameter) for parameter in parameters]
@@ -175,7 +178,7 @@ class GradientSync:
     def _join_streams(self) -> None:
         """Makes the current stream wait for the streams on which FSDP2 gathers, as a capture requires at its end.
 
-        Those on which it reduces are waited for by FSDP2 itself, at the end of the backward.
+        For the streams on which it reduces, FSDP2 itself waits at the end of the backward.
         """
         context = self._modules[-1]._get_fsdp_state()._comm_ctx
         for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
@@ -193,7 +196,7 @@ class GradientSync:
     def _filling_zeros(self, group: Any, post_backward: Callable[..., None]) -> Callable[..., None]:
         """Returns FSDP2's hook after a block's backward, with zeros for parameters without a gradient.
 
-        torch has a setting for it from 2.13 on, which does not record which gradients were zeros.
+        From 2.13 on torch has a setting for it, which does not record which gradients were zeros.
         """
 
         def fill_and_reduce(*unused: Any) -> None:
@@ -218,13 +221,13 @@ def _reduce_wide(group: Any) -> None:
     """
     trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
     if any(one.unsharded_accumulated_grad is not None for one in trained):
-        for one in trained:  # one reduction has one dtype; a parameter may be used in the last micro-batch only
+        for one in trained:  # a reduction has one dtype, and a parameter may be used only in the last micro-batch
             if one.unsharded_accumulated_grad is None and one.unsharded_param.grad is not None:
                 one.to_accumulated_grad_if_needed()
     for one in trained:
         if one.sharded_param.dtype in (torch.bfloat16, torch.float16):
             group._orig_dtype = torch.float32
-            set_gradient_dtype(one.sharded_param, torch.float32)  # again: an optimizer may have got it in 16 bits
+            set_gradient_dtype(one.sharded_param, torch.float32)  # again: it may have been cast for an optimizer
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
@@ -248,7 +251,7 @@ def reject_ungathered(error: RuntimeError, model: torch.nn.Module) -> None:
         return
     if not any(is_split(parameter) for parameter in model.parameters()):
         return
-    # torch's FSDP replaces the class of the user by a subclass.
+    # torch's FSDP replaces the user's class with a subclass.
     kinds = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed")]
     name = next((kind.__name__ for kind in kinds if not kind.__name__.startswith("FSDP")), type(model).__name__)
     advice = ""
@@ -273,12 +276,13 @@ class SplitSettings:
     """How sharded parameters are gathered and their gradients reduced."""
 
     reshard_after_forward: bool = True
-    """Free a block after its forward and gather it again for its backward; False keeps it, for less communication."""
+    """Free a block after its forward and gather it again for its backward; False keeps it, which reduces
+    communication."""
     accumulate_unsharded: bool = False
     """Accumulate full gradients over the micro-batches of an update and reduce them once, which needs more memory."""
     gather_dtype: torch.dtype | None = None
     """The dtype of gathered parameters, under autocast of that dtype; None: their own. Blocks with running statistics
-    keep theirs. Gradients are summed in fp32, or in the parameters' own dtype if that has more bits."""
+    keep their dtype. Gradients are summed in fp32, or in the parameters' own dtype if that has more bits."""
 
 
 def shard_parameters(
@@ -292,7 +296,7 @@ def shard_parameters(
     """Shards the parameters in place, block by block, and moves the model to the device.
 
     `data_dim` returns the dim of a parameter to shard, by name; None is dim 0, whose shards may be uneven. Names and
-    attributes of parameters stay. Nothing is sharded if fsdp and context have one rank. A model may list methods in
+    attributes of parameters are kept. Nothing is sharded if fsdp and context have one rank. A model may list methods in
     addition to forward that use its parameters, as `forward_methods`.
     """
     shard = mesh.along("shard")
@@ -317,7 +321,7 @@ def shard_parameters(
         if any(parameter not in options["ignored_params"] for parameter in block.parameters()):
             policy = _precision(block, settings, options["ignored_params"])
             fully_shard(block, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy, **options)
-    # Parameters outside of blocks are used first and last: freeing them in between would gather them twice.
+    # Parameters outside of blocks are used first and last; freeing them in between would gather them twice.
     fully_shard(model, reshard_after_forward=False, mp_policy=_precision(model, settings, set(whole)), **options)
     for parameter in whole:
         parameter.data = parameter.data.to(device)
@@ -405,8 +409,8 @@ def _precision(module: nn.Module, settings: SplitSettings, whole: set[nn.Paramet
     if settings.gather_dtype is None or _has_running_statistics(module):
         reduce_dtype = None if wide in dtypes else wide  # None: the dtype of the gradients
         return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    # Inputs are not cast, because a float that is not an activation (an angle, a weight) would lose bits: autocast
-    # casts the right ones.
+    # Inputs are not cast, because a float that is not an activation (an angle, a weight) would lose precision; autocast
+    # casts where needed.
     return MixedPrecisionPolicy(settings.gather_dtype, wide, cast_forward_inputs=False)
 
 
@@ -433,7 +437,7 @@ def _forward_methods(model: nn.Module) -> tuple[str, ...]:
 
 
 def _gather_for(model: nn.Module, name: str) -> None:
-    """Makes a method gather parameters like forward, and free them without a backward."""
+    """Makes a method gather parameters like forward, and free them if there is no backward."""
     register_fsdp_forward_method(model, name)
     gathering = getattr(model, name)
 

@@ -24,7 +24,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_split(tensor: Any) -> bool:
     """Returns True for a DTensor."""
-    # By attribute and not by class: its module takes as long to import as half of torch.
+    # By attribute and not by class, because importing its module takes half as long as importing torch.
     return hasattr(tensor, "device_mesh")
 
 
@@ -50,7 +50,7 @@ def gradient_dtype(parameter: torch.nn.Parameter) -> torch.dtype:
 
 
 def set_gradient_dtype(parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
-    """Sets the dtype in which a gradient is accumulated and reduced, and converts the present one."""
+    """Sets the dtype in which a gradient is accumulated and reduced, and converts an existing gradient."""
     gradient = parameter.grad
     if gradient is None:
         if parameter.grad_dtype != dtype:
@@ -104,7 +104,7 @@ class Mesh:
 
     @property
     def num_data_ranks(self) -> int:
-        """How many ranks have different samples; the others share theirs."""
+        """The number of ranks with different samples; the other ranks share theirs."""
         return self.size("replicate", "fsdp")
 
     @property
@@ -126,7 +126,7 @@ class Mesh:
 
     @property
     def first_of_stage(self) -> int:
-        """The first rank of this pipeline stage, from which the others get values."""
+        """The first rank of this pipeline stage, from which the others receive values."""
         return self.rank("pipeline") * self.size("replicate", "fsdp", "context", "tensor")
 
     @property
@@ -136,7 +136,8 @@ class Mesh:
 
     @property
     def num_gradient_copies(self) -> int:
-        """How often each sample's gradient is in the sum over ranks: ranks along context propagate the same loss."""
+        """How often each sample's gradient is included in the sum over ranks; ranks along context propagate the same
+        loss."""
         return self.size("context")
 
     @property
@@ -160,7 +161,7 @@ class Mesh:
     def all_ranks(self) -> Any:
         """The process group of all ranks: that of an axis with all ranks, or None for torch's default group.
 
-        Each group has buffers of its own on a GPU, and a CUDA graph should contain the collectives of few groups.
+        Each group has its own buffers on a GPU, and a CUDA graph should contain the collectives of few groups.
         """
         for axis, axes in {"replicate": ("replicate",), "shard": ("fsdp", "context")}.items():
             if self.size(*axes) == self.size(*AXES):
@@ -184,7 +185,8 @@ def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
     members = [
         [each.global_rank for each in ranks if each.rank("pipeline") == stage] for stage in range(sizes["pipeline"])
     ]
-    # Every rank creates every group, also those it is not in, in the same order: torch names them by a counter.
+    # Every rank creates every group in the same order, including those that do not contain it, because torch names them
+    # by a counter.
     groups = [None if len(each) == len(ranks) else dist.new_group(each) for each in members]
     return replace(mesh, stage=groups[mesh.rank("pipeline")])
 
@@ -192,8 +194,8 @@ def lay_out(axes: Mapping[str, int], *, device_type: str) -> Mesh:
 def _clear_sharding_cache() -> None:
     """Clears torch's cache of layouts on meshes of closed process groups.
 
-    In its cache meshes of the same shape are equal: a DTensor on the new mesh would get the old one from its next
-    operation, and be gathered over closed groups or, if their names are reused, over the wrong ranks.
+    In the cache, meshes of the same shape are equal: an operation on a DTensor of the new mesh would return the old
+    mesh, and gather over closed groups or, if their names are reused, over the wrong ranks.
     """
     if "torch.distributed.tensor" in sys.modules:  # otherwise the cache is empty
         # Private, but recommended by torch: there is no public function.

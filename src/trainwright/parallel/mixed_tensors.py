@@ -1,8 +1,8 @@
-"""Gathers sharded tensors (DTensors) where user code combines them with plain tensors, as in `loss + penalty`.
+"""Gathers sharded tensors (DTensors) that user code combines with plain tensors, as in `loss + penalty`.
 
-torch would treat a plain scalar as equal on all ranks, although each rank has the loss of its own samples: a sum with a
-sharded value then has a part of that loss on every rank, and its backward fails. How parameters are sharded is in
-fully_shard.py and tensor.py.
+torch would treat a plain scalar as equal on all ranks, although each rank has the loss of its own samples; a sum with a
+sharded value would be wrong, and its backward would fail. How parameters are sharded is in fully_shard.py and
+tensor.py.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from trainwright.user_code.locations import is_user_file, line_of_frame
 AddGradient = Callable[[nn.Parameter, Tensor], None]
 
 _READS = frozenset({Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__})
-"""Functions that read values on the host: torch reads this rank's part of a sum."""
+"""Functions that read values on the host, for which torch reads this rank's part of a sum."""
 
 
 def full(tensor: Tensor) -> Tensor:
     """Returns the full tensor of a DTensor as a plain tensor, with gradient; collective over the ranks of its mesh.
 
-    Each rank propagates the gradient of its own loss. They are averaged over the ranks of the mesh, as FSDP does; ranks
-    that share samples have equal ones.
+    Each rank propagates the gradient of its own loss. They are averaged over the ranks of the mesh, as in FSDP; ranks
+    that share samples have equal gradients.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -49,7 +49,7 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         mesh, placements = ctx.layout
-        # Not Partial("avg"): gloo has no average.
+        # Not Partial("avg"), because gloo has no average.
         shares = DTensor.from_local(gradient / mesh.size(), mesh, [Partial()] * mesh.ndim, run_check=False)
         reduced = shares.redistribute(placements=[Replicate()] * mesh.ndim)
         return reduced.redistribute(
@@ -74,23 +74,23 @@ class _Used(torch.autograd.Function):
 class GatherMixed(TorchFunctionMode):
     """A context for user code around a sharded model, in which operations on DTensors and plain tensors gather first.
 
-    Not for in-place operations, whose target may be the DTensor, and not where it is `suspended`, as inside the model's
-    forward, where sharding has its own rules. Collective: all ranks run the same code. `add_gradient` receives the
-    gradients of parameters that are used here; None leaves them to `.grad`.
+    In-place operations, whose target may be the DTensor, are excluded, and so is code in which it is `suspended`, such
+    as the model's forward, which has its own sharding rules. Collective: all ranks run the same code. `add_gradient`
+    receives the gradients of parameters that are used here; None leaves them to `.grad`.
     """
 
     def __init__(self, model: nn.Module, *, add_gradient: AddGradient | None = None) -> None:
         super().__init__()
         self._add_gradient = add_gradient
         self._sharded = set() if add_gradient is None else {id(each) for each in model.parameters()}
-        """The parameters of the model, by id; FSDP replaces them by others while they are gathered."""
+        """The parameters of the model, by id; FSDP replaces them while they are gathered."""
         self._is_rejecting = False
         self._num_entered = 0
-        """How often the context was entered; only the first time counts."""
+        """The nesting depth of the context; only the outermost entry has an effect."""
         self._num_suspended = 0
-        """How many forwards of the model, and other code that is not the user's, are running."""
+        """The number of running forwards of the model and other sections of non-user code."""
         self._is_popped = False
-        """True while it is suspended and its place on torch's stack of modes is free."""
+        """True while it is suspended and removed from torch's stack of modes."""
         model.register_forward_pre_hook(self._suspend, prepend=True)
         model.register_forward_hook(self._resume, always_call=True)
 
@@ -107,7 +107,7 @@ class GatherMixed(TorchFunctionMode):
 
     @contextmanager
     def rejecting(self) -> Iterator[None]:
-        """A context in which what would be gathered raises instead: a trial of code that is then compiled."""
+        """A context in which gathering raises, for a trial of code that is then compiled."""
         self._is_rejecting = True
         try:
             with self:
@@ -117,7 +117,7 @@ class GatherMixed(TorchFunctionMode):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A context in which operations are torch's own: a backward, or an optimizer's step."""
+        """A context with torch's own operations, for a backward or an optimizer's step."""
         self._suspend()
         try:
             yield
@@ -126,7 +126,7 @@ class GatherMixed(TorchFunctionMode):
 
     def _suspend(self, *unused: Any) -> None:
         self._num_suspended += 1
-        # Off the stack, not only idle: torch.compile would trace a mode, and each operation would call it.
+        # Removed from the stack, because torch.compile would trace a mode and each operation would call it.
         if self._num_suspended == 1 and _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
             self._is_popped = True
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -190,7 +190,8 @@ def _map_tensors(convert: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def _acts_on_tensor(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Returns True for attributes, hooks and in-place operations, which are about this tensor and not its values."""
+    """Returns True for attributes, hooks and in-place operations, which concern the tensor itself and not its
+    values."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         is_augmented = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")

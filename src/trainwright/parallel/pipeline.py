@@ -34,7 +34,7 @@ class Stage(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """True for the stage that gets the batch."""
+        """True for the stage that receives the batch."""
         return self.number == 0
 
     @property
@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 
 def reject_pipeline(model: nn.Module, num_stages: int, *, own_parts: Sequence[str] = (), where: Any = None) -> None:
-    """Rejects a model that cannot be split into this many stages, or a run whose own code would not be called.
+    """Rejects a model that cannot be split into this many stages, or a run with custom code that would not be called.
 
     `own_parts` are the user's methods of the step (`MyTrainer.train_step`), which the schedule of the stages replaces.
     """
@@ -86,7 +86,7 @@ def reject_pipeline(model: nn.Module, num_stages: int, *, own_parts: Sequence[st
 
 
 def split_layers(model: nn.Module, mesh: Mesh) -> None:
-    """Keeps what this rank's stage needs, in place; the rest becomes nn.Identity or None.
+    """Keeps the modules of this rank's stage, in place; the others become nn.Identity or None.
 
     From then on `model(hidden, batch)` runs this stage: the first ignores `hidden`, the last returns the outputs.
     A weight that the first and the last stage share (tied embeddings) stays on both, under the same name.
@@ -99,7 +99,7 @@ def split_layers(model: nn.Module, mesh: Mesh) -> None:
     _remove_others(model, "", lambda name: number in stages[name])
     stage: Any = Stage(number, num_stages, blocks, tied)
     model.stage = stage
-    # Bound, so that a copy of the model runs itself; called through the model, so that its hooks (of FSDP) run.
+    # Bound, so that a copy of the model runs its own modules; called through the model, so that hooks (of FSDP) run.
     model.forward = MethodType(_run_stage, model)
 
 
@@ -115,7 +115,7 @@ def stages_of(model: nn.Module, num_stages: int) -> dict[str, tuple[int, ...]]:
 def mark_shared(model: nn.Module) -> None:
     """Sets `num_stages` on each parameter that the first and the last stage share, for norms over stages.
 
-    Call it when the model is sharded along all axes: sharding creates other parameters.
+    Call it when the model is sharded along all axes, because sharding creates new parameters.
     """
     stage: Any = model.stage
     own = dict(model.named_parameters(remove_duplicate=False))
@@ -125,7 +125,7 @@ def mark_shared(model: nn.Module) -> None:
 
 
 def _run_stage(model: Any, hidden: Tensor | None, batch: Mapping[str, Any], *, only_begins: bool = False) -> Any:
-    """Runs this rank's stage, in place of the model's forward."""
+    """Runs this rank's stage instead of the model's forward."""
     stage: Stage = model.stage
     if stage.is_first:
         hidden = model.begin(**batch)
@@ -144,7 +144,7 @@ def _blocks_of(model: Any) -> nn.ModuleList:
 
 
 def _split_blocks(num_blocks: int, num_stages: int) -> list[range]:
-    """Returns the blocks of each stage, evenly; the first stages have one more, because the last has the head."""
+    """Divides the blocks evenly over the stages; the first stages have one more, because the last has the head."""
     few, rest = divmod(num_blocks, num_stages)
     starts = [number * few + min(number, rest) for number in range(num_stages + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
@@ -219,7 +219,7 @@ class Hidden(NamedTuple):
 
 
 class Pipeline:
-    """The stages of one model, of which this rank runs one. All ranks of a pipeline call the same methods together.
+    """The stages of one model; this rank runs one of them. All ranks of a pipeline call the same methods together.
 
     `tied` are the parameters that the first and the last stage share, each with the group of the pipeline; none on
     other stages. Their gradients are partial sums (`sum_tied_gradients`), and count once in a norm.
@@ -250,8 +250,8 @@ class Pipeline:
         """Runs forward and backward of all micro-batches; gradients accumulate in `.grad`.
 
         On the last stage `loss_of(outputs, number)` is called once per micro-batch, in order, with the model's
-        outputs; it returns the scalar to propagate. The outputs are not kept: all logits of an update would not fit.
-        Micro-batches may differ in shape; the order of operations depends on their number only.
+        outputs; it returns the scalar to propagate. The outputs are not kept, because all logits of an update would not
+        fit into memory. Micro-batches may differ in shape; the order of operations depends only on their number.
         """
         self._step(micro_batches, loss_of, has_backward=True)
 
@@ -273,7 +273,7 @@ class Pipeline:
             gradient = own_gradient(parameter)
             assert gradient is not None
             gradient_there = torch.empty_like(gradient)
-            # Both ends add the same two values, so that their weights stay equal bit for bit.
+            # Both ends add the same two values, so their weights stay bitwise equal.
             sending = dist.P2POp(dist.isend, gradient, other_end, group)
             receiving = dist.P2POp(dist.irecv, gradient_there, other_end, group)
             for work in dist.batch_isend_irecv([sending, receiving]):
@@ -295,7 +295,7 @@ class Pipeline:
     def _find_dtype(self, micro_batch: Batch) -> torch.dtype:
         """Returns the dtype of hidden states by running `begin` of the first stage once, and broadcasting it.
 
-        All ranks of the run do this at the same time, at the first batch: on a sharded model it is collective.
+        All ranks of the run do this at the same time, at the first batch, because it is collective for a sharded model.
         """
         number = torch.zeros(1, dtype=torch.int64, device=self._device)
         if self._stage.is_first:
@@ -362,7 +362,7 @@ class Pipeline:
 
 
 class _RaggedStage(PipelineStage):
-    """A stage that allocates the receive buffers of each micro-batch, so that they may differ in shape.
+    """A stage that allocates the receive buffers per micro-batch, so that shapes may differ.
 
     If micro-batches were sorted by shape, ranks along fsdp, whose rows differ, would gather and reduce FSDP's
     parameters in different orders and deadlock.
@@ -398,7 +398,7 @@ class _RaggedStage(PipelineStage):
 class _StageModule(nn.Module):
     """The module that torch's schedule calls once per micro-batch.
 
-    It hides the model: otherwise torch would reduce FSDP's gradients itself, and only after the last micro-batch.
+    It hides the model, because torch would otherwise reduce FSDP's gradients itself, after the last micro-batch.
     """
 
     def __init__(self, model: nn.Module, stage: Stage) -> None:
@@ -437,7 +437,7 @@ class _StageModule(nn.Module):
 
 
 def _reject_other_keys(model: nn.Module, micro_batch: Batch) -> None:
-    """Rejects a batch that the model's own forward would not accept, of which stages would ignore keys."""
+    """Rejects a batch that the model's own forward would not accept, because stages would ignore additional keys."""
     try:
         inspect.signature(type(model).forward).bind(model, **micro_batch)
     except TypeError as error:

@@ -34,7 +34,7 @@ from trainwright.parallel.collectives import Ranks, first_rank_keeps_notes, text
 from trainwright.parallel.mesh import lay_out
 
 _REACH_SECONDS = 2.0
-"""Timeout of the connection to the store when the process is about to end."""
+"""Timeout of the connection to the store when the process is ending."""
 
 
 _LOST = re.compile(
@@ -42,7 +42,7 @@ _LOST = re.compile(
     r"communicator was aborted|ncclRemoteError|connection was likely closed",
     re.IGNORECASE,
 )
-"""The messages of gloo, NCCL and torch's store when the other process is gone."""
+"""Messages of gloo, NCCL and torch's store when the other process has ended."""
 _BACKENDS = re.compile(r"gloo|nccl|c10d|TCPStore", re.IGNORECASE)
 
 
@@ -58,9 +58,10 @@ class RankFailure(NamedTuple):
 
 
 def note_failure(error: BaseException) -> bool:
-    """Records that this rank fails; returns True if it is the first one and shows its error.
+    """Records that this rank fails; returns True if it is the first failure, whose error this rank shows.
 
-    A second call returns the same. If the store is gone, no other rank can know, and this rank shows its error.
+    A second call returns the same. If the store cannot be reached, this rank shows its error, because no other rank can
+    be notified.
     """
     rank = os.environ.get("RANK", "0")
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -88,14 +89,14 @@ def describe_lost_connection(error: BaseException) -> str | None:
     """Returns the part of an error message that shows that a collective lost another rank; None for other errors."""
     if not isinstance(error, RuntimeError):
         return None
-    # Gloo raises plain RuntimeErrors that contain its source files; errors of reading data do not.
+    # gloo raises plain RuntimeErrors that contain its source files; errors of reading data do not.
     is_collective = isinstance(error, dist.DistError) or _BACKENDS.search(str(error)) is not None
     found = _LOST.search(str(error)) if is_collective else None
     return None if found is None else found[0]
 
 
 def noted_failure(store: Store) -> RankFailure | None:
-    """Returns the first recorded failure of a rank, or None; does not wait for one."""
+    """Returns the first recorded failure of a rank, or None; does not wait."""
     if not store.check([_key()]):
         return None
     note: Any = json.loads(store.get(_key()))
@@ -124,13 +125,13 @@ ARRIVE_SECONDS = 300.0
 """How long the first rank waits for the last: imports from a slow disk take minutes on many machines."""
 
 _ARRIVED, _INVITATION, _ANSWERS, _OPEN = "arrived", "invitation", "answers", "open"
-_POLL_SECONDS = (0.02, 0.5)  # the first and the longest pause: thousands of ranks poll one store
+_POLL_SECONDS = (0.02, 0.5)  # the first and the longest pause; thousands of ranks poll one store
 
 
 def meet(store: Store, rank: int, size: int, *, arrive_seconds: float = ARRIVE_SECONDS) -> str:
-    """Waits until all ranks have arrived, and returns the name of the rendezvous, which is unique in the store.
+    """Waits until all ranks have joined, and returns the name of the rendezvous, which is unique in the store.
 
-    A rank that does not arrive, or that fails meanwhile, raises an error on every rank that names it.
+    If a rank does not join, or fails in the meantime, every rank raises an error that names it.
     """
     notes: Any = PrefixStore("trainwright/rendezvous", store)  # torch's stubs lack `append`
     if first_rank_keeps_notes():
@@ -161,7 +162,7 @@ def _host(notes: Store, store: Store, own: str, size: int, arrive_seconds: float
     missing: list[int] = []
 
     def has_all() -> bool:
-        # The last entry of a rank counts.
+        # The last entry of a rank applies.
         names = dict(line.split() for line in text_of(notes.get(_ARRIVED)).splitlines())
         missing[:] = [rank for rank in range(size) if str(rank) not in names]
         for name in set(names.values()) - invited - {own}:
@@ -181,7 +182,7 @@ def _host(notes: Store, store: Store, own: str, size: int, arrive_seconds: float
 
 
 def _wait(is_done: Callable[[], bool], store: Store, rank: int, seconds: float) -> bool:
-    """Polls until `is_done` or the timeout; raises a failure that another rank records meanwhile."""
+    """Polls until `is_done` or the timeout; raises a failure that another rank records in the meantime."""
     until, pause = time.monotonic() + seconds, _POLL_SECONDS[0]
     while time.monotonic() < until:
         try:
@@ -201,7 +202,7 @@ def _wait(is_done: Callable[[], bool], store: Store, rank: int, seconds: float) 
 
 
 def _reject_duplicate_rank(store: Store, rank: int) -> None:
-    """Raises if two processes have one rank: two runs share a port."""
+    """Raises if two processes have the same rank, because two runs share a port."""
     own = own_name()
     first = process_of(store, rank, name=own)
     if first != own:
@@ -213,10 +214,10 @@ def _reject_duplicate_rank(store: Store, rank: int) -> None:
 
 
 ANSWER_SECONDS = 25.0
-"""How long a rank may take to answer after it has arrived; otherwise it has died, and all ranks end within 30 s."""
+"""How long a rank may take to answer after joining; otherwise it is considered dead, and all ranks exit within 30 s."""
 
 _MAX_FILES = 2000
-"""The maximal number of compared files of a package; hashing them takes 0.1 s."""
+"""The maximum number of compared files of a package; hashing them takes 0.1 s."""
 _MAX_SHOWN = 3
 _CLOCK_DIGITS = 4  # hours and minutes
 _PACKAGE = Path(__file__).parents[1]
@@ -224,7 +225,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What must be equal on all ranks, by name, as text."""
+    """Facts that must be equal on all ranks, by name, as text."""
 
     settings: Mapping[str, str]
     """The config's settings: dotted name → value as JSON."""
@@ -251,7 +252,7 @@ def facts_of(config: RunConfig) -> RunFacts:
 
 
 def _without_clock(name: str) -> str:
-    """Returns a run's name; with 0 for its digits if it may contain a time, which differs between ranks.
+    """Returns a run's name, with its digits replaced by 0 if it may contain a time, which differs between ranks.
 
     build/run.py then uses rank 0's name on all ranks.
     """
@@ -272,14 +273,14 @@ def reject_other_runs(store: Store, rank: int, size: int, facts: RunFacts) -> No
     verdict = _wait_for(store, "verdict", 0)
     if verdict:
         store.set(f"received/{rank}", "1")
-        if rank == 0:  # it may have the store, and must not exit before the others have read it
+        if rank == 0:  # this rank may have the store, and must not exit before the others have read it
             for other in range(1, size):
                 _wait_for(store, f"received/{other}", other)
         raise RaisedByAll(verdict)
 
 
 def _difference(first: Mapping[str, Mapping[str, str]], own: Mapping[str, Mapping[str, str]], rank: int) -> str:
-    """Returns a message about how this rank differs from rank 0, or "" if it does not."""
+    """Returns a message that describes the difference from rank 0; "" if there is none."""
     for kind, differs, advice in (
         ("size", "another environment", "Use the same WORLD_SIZE; another run may use this MASTER_PORT."),
         ("versions", "another environment", "Use the same environment on every machine."),
@@ -385,7 +386,7 @@ class RankAndSize(NamedTuple):
 
 
 def rank_and_size() -> RankAndSize:
-    """Returns rank and size from the launcher's variables, (0, 1) without any; rejects contradictions."""
+    """Returns rank and size from the launcher's variables, (0, 1) without a launcher; rejects contradictions."""
     size = _number("WORLD_SIZE", at_least=1)
     rank = _number("RANK", at_least=0)
     tasks = _number("SLURM_STEP_NUM_TASKS", at_least=1)
@@ -406,12 +407,12 @@ def rank_and_size() -> RankAndSize:
 
 
 def world_size() -> int:
-    """Returns the number of processes that the launcher started, 1 without one."""
+    """Returns the number of processes that the launcher started; 1 without a launcher."""
     return rank_and_size().size
 
 
 def local_rank() -> int:
-    """Returns this process's number on its machine, 0 without a launcher."""
+    """Returns this process's number on its machine; 0 without a launcher."""
     number = _number("LOCAL_RANK", at_least=0)
     if number is None and world_size() > 1:
         raise ConfigError(f"WORLD_SIZE is {world_size()}, but LOCAL_RANK is not set. {_LAUNCHERS}")
@@ -419,28 +420,28 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """Returns the number of this run's processes on its machine, 1 without a launcher."""
+    """Returns the number of this run's processes on its machine; 1 without a launcher."""
     return _number("LOCAL_WORLD_SIZE", at_least=1) or 1
 
 
 def join(axes: Mapping[str, int], *, collectives: str, device_type: str, facts: RunFacts | None = None) -> Ranks:
     """Opens the process group if there are several processes, and returns the ranks.
 
-    `facts` (`facts_of`) must be equal on all ranks, or every rank raises the same error; None: no comparison.
+    If `facts` (`facts_of`) differ between ranks, every rank raises the same error; None skips the comparison.
     """
     rank, size = rank_and_size()
     if size == 1:
         return Ranks()
     if not dist.is_initialized():
         store = _find_store(rank)
-        # A unique name: the launcher's store outlives the ranks and still has the keys of earlier ones.
+        # A unique name, because the launcher's store outlives the ranks and still has the keys of earlier ones.
         own_store = PrefixStore(f"trainwright/join-{meet(store, rank, size)}", store)
         if facts is not None:
             reject_other_runs(own_store, rank, size, facts)
         timeout = timedelta(seconds=COLLECTIVE_SECONDS)
         own_store.set_timeout(timeout)
         dist.init_process_group(collectives, store=own_store, rank=rank, world_size=size, timeout=timeout)
-    # A separate group for objects and flags on the CPU: it must not wait for collectives of the device.
+    # A separate group for objects and flags on the CPU, which must not wait for collectives of the device.
     control = dist.new_group(backend="gloo")
     mesh = lay_out(axes, device_type=device_type)
     return Ranks(dist.get_rank(), dist.get_world_size(), control=control, mesh=mesh)
@@ -465,7 +466,7 @@ def _find_store(rank: int) -> TCPStore:
             port,
             is_master=creates_it,
             timeout=timedelta(seconds=ARRIVE_SECONDS),
-            wait_for_workers=False,  # `meet` waits, and notices ranks that fail meanwhile
+            wait_for_workers=False,  # `meet` waits, and detects ranks that fail in the meantime
             multi_tenant=True,  # a process may join again
         )
     except RuntimeError as error:  # of the network

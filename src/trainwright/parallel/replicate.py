@@ -1,4 +1,5 @@
-"""Equal replicas: equal weights at the start, gradients summed once per update, and the norm of all gradients."""
+"""Keeps replicas equal: equal weights at the start, one reduction of gradients per update, and the norm of all
+gradients."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ def make_equal(model: torch.nn.Module, ranks: Ranks) -> None:
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Returns a sum of the bits: fast, and different for other random values."""
+    """Returns a sum of the bits, which is fast and differs for other random values."""
     values = tensor.contiguous().reshape(-1)
     wide = torch.int32 if values.element_size() >= 4 else torch.uint8
     return int(values.view(wide).sum(dtype=torch.int64))
 
 
 CHUNK_BYTES = 1 << 28
-"""The size of one message: the largest tables have more bytes than every transport accepts."""
+"""The size of one message; the largest tables exceed the limit of some transports."""
 
 
 class SentWeights:
@@ -55,10 +56,10 @@ class SentWeights:
         tensors: dict[int, Tensor] = {}
         for name, tensor in named_tensors(model):
             names.setdefault(id(tensor), []).append(name)
-            # Not the parameter itself, which may be moved to the device while the model is sharded.
+            # Not the parameter itself, which may be moved to the device when the model is sharded.
             tensors.setdefault(id(tensor), tensor.detach())
         self._ranks = ranks
-        # Full tensors with all of their names; without memory on all ranks but rank 0.
+        # Full tensors with all of their names; without memory on all ranks except rank 0.
         self._unsent = deque((tuple(names[key]), tensor) for key, tensor in tensors.items())
         own = [(names, tuple(tensor.shape), str(tensor.dtype)) for names, tensor in self._unsent]
         expected = ranks.broadcast(own)
@@ -72,7 +73,7 @@ class SentWeights:
 
     @torch.no_grad()
     def send_into(self, model: nn.Module, *, copy: Callable[[Tensor, Tensor], None]) -> None:
-        """Sends all tensors to the ranks of the sharded model, once; rank 0 frees each that it has sent.
+        """Sends all tensors to the ranks of the sharded model, once; rank 0 frees each tensor after sending it.
 
         `copy(target, full)` copies this rank's shard of a full tensor into a tensor that may be a DTensor.
         """
@@ -100,10 +101,10 @@ class SentWeights:
 
 @torch.no_grad()
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Allocates memory on the device for all meta tensors of a model, uninitialized.
+    """Allocates uninitialized memory on the device for all meta tensors of a model.
 
-    The tensor objects stay the same (for tied modules and FSDP), and so do their attributes and hooks: torch's
-    `to_empty` creates other parameters, one per name. Call `model.to(device)` next, which updates FSDP.
+    Keeps the tensor objects (for tied modules and FSDP) with their attributes and hooks, whereas torch's `to_empty`
+    creates new parameters, one per name. Call `model.to(device)` next, which updates FSDP.
     """
     for tensor in {id(tensor): tensor for _, tensor in named_tensors(model)}.values():
         if not local(tensor).is_meta:
@@ -125,7 +126,7 @@ SHORT_DTYPES = frozenset({torch.bfloat16, torch.float16})
 def norms_of(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the 2-norm of each gradient as float32, of a float64 gradient as float64.
 
-    In 16 bits a norm would be rounded, or overflow in fp16.
+    In 16 bits, a norm would be rounded or, in fp16, overflow.
     """
     kinds = {gradient.dtype for gradient in gradients}
     if not kinds & SHORT_DTYPES:
@@ -140,7 +141,7 @@ def norms_of(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
 class GradientNorm:
     """Measures the gradients of a sharded model.
 
-    `num_stages` maps the id of a parameter to the number of pipeline stages that have it, if that is not one.
+    `num_stages` maps the id of a parameter to the number of pipeline stages that have it, if there are several.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class GradientNorm:
 
 
 def num_copies(parameter: torch.Tensor, mesh: Mesh) -> int:
-    """Returns how many ranks have the same shard of a parameter as this one."""
+    """Returns the number of ranks that have the same shard of a parameter as this rank."""
     copies = mesh.size("replicate", "fsdp", "context", "tensor")
     if is_split(parameter):
         layout = parameter.device_mesh  # type: ignore[attr-defined]  # a DTensor
@@ -194,7 +195,7 @@ class MissingGradientError(Exception):
 def require_gradients(parameters: Sequence[torch.Tensor], present: Sequence[bool]) -> None:
     """Raises for parameters without a gradient in a step that is captured.
 
-    Only the device knows whether another rank has one, but the host decides whether the optimizer steps it.
+    Only the device knows whether another rank has one, but the host decides whether the optimizer steps the parameter.
     """
     missing = [parameter for parameter, has_gradient in zip(parameters, present, strict=True) if not has_gradient]
     if missing:
@@ -211,7 +212,8 @@ class GradientSum:
     """Sums `.grad` of the parameters over the replicas of the model, in place.
 
     `enter` is called with "reduce" before the ranks communicate and with "update" afterwards; not in one process.
-    If the model is sharded (FSDP), fully_shard.py sums the gradients, and this class only the argument of `reduce`.
+    If the model is sharded (FSDP), fully_shard.py sums the gradients, and this class sums only the argument of
+    `reduce`.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class GradientSum:
         sums_gradients: bool = True,
         enter: Callable[[str], None] | None = None,
     ) -> None:
-        # Frozen ones too: a hook may unfreeze them later, and one without a gradient costs one flag.
+        # Frozen ones too, because a hook may unfreeze them later; a parameter without a gradient costs one flag.
         self._parameters = list(parameters)
         self._ranks = ranks
         self._group, self._all_ranks = ranks.mesh.group("replicate"), ranks.mesh.all_ranks
@@ -239,7 +241,7 @@ class GradientSum:
         """The parameters whose gradients the last backward has computed."""
         self._overlaps: bool | None = None
         """True if reductions run during the backward; None until a backward has shown that each gradient is
-        accumulated once. Ranks may differ: the order of the reductions is the same."""
+        accumulated once. Ranks may differ, but the order of the reductions is the same."""
         self._pending: list[tuple[torch.Tensor, Any]] = []
 
     def close(self) -> None:
@@ -249,7 +251,7 @@ class GradientSum:
         self._hooks = []
 
     def begin_last_backward(self) -> None:
-        """Lets the reductions of this update start during its last backward, bucket by bucket.
+        """Starts the reductions of this update during its last backward, bucket by bucket.
 
         Call it only if no further backward follows: a gradient must not be accumulated once its reduction has started.
         """
@@ -308,7 +310,7 @@ class GradientSum:
             self._start_next()
         sums, self._pending = self._pending, []
         if self._overlaps is None and self._seen:
-            self._overlaps = True  # each gradient was accumulated once in a whole backward
+            self._overlaps = True  # each gradient was accumulated once in a complete backward
         waiting = [dist.all_reduce(totals, group=self._all_ranks, async_op=True)]
         # A frozen parameter has no gradient on any rank: it is not missing, and no host has to wait for the others.
         present = [parameter.grad is not None or not parameter.requires_grad for parameter in self._parameters]
@@ -354,7 +356,7 @@ class GradientSum:
     def _pack(self, bucket: list[int]) -> torch.Tensor:
         """Returns the gradients of a bucket as one tensor, of which they are views from then on.
 
-        The memory of the single gradients is freed: otherwise all gradients would be held twice.
+        The memory of the single gradients is freed; otherwise all gradients would be in memory twice.
         """
         flat = []
         for number in bucket:
@@ -390,7 +392,8 @@ class GradientSum:
 
 @torch.no_grad()
 def copy_from_first(tensors: Iterable[torch.Tensor], ranks: Ranks) -> None:
-    """Copies the values of the first rank of the pipeline stage to its other ranks: running means before their use."""
+    """Copies values, such as running means, from the first rank of the pipeline stage to its other ranks before their
+    use."""
     if ranks.size == 1:
         return
     source, group = ranks.mesh.first_of_stage, ranks.mesh.stage
@@ -400,7 +403,7 @@ def copy_from_first(tensors: Iterable[torch.Tensor], ranks: Ranks) -> None:
             dist.broadcast(tensor.data, src=source, group=group)
         else:
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)
-    for same in small.values():  # one message for all: running means are small and numerous
+    for same in small.values():  # one message for all, because running means are small and numerous
         flat = torch.cat([tensor.reshape(-1) for tensor in same])
         dist.broadcast(flat, src=source, group=group)
         if ranks.rank != source:

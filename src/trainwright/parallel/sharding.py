@@ -1,4 +1,4 @@
-"""Sharding rules, and the plan that they define for a model before anything is sharded."""
+"""Sharding rules, and the plan that they define for a model before it is sharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainwright.errors import ConfigError
 
 PARAMETER_AXES = ("fsdp", "tensor")
 OUTPUT_AXES = ("replicate", "fsdp", "context", "tensor")
-"""Along `tensor` rules shard activations; along the others the batch and the sequence are split already."""
+"""Rules shard activations along `tensor`; along the other axes, the batch and the sequence are already split."""
 
 SECTIONS = ("parameters", "outputs", "inputs", "fused", "on_parts", "strict")
 
@@ -31,11 +31,11 @@ Axes = tuple[tuple[str, ...], ...]
 class ShardingRules:
     """Parsed rules, independent of a model.
 
-    `fused` maps linear layers with several stacked projections to their number. `on_parts` are parameters that are
-    replicated, but used on this rank's shard only (a norm of its heads): their gradients are summed. `flat` are rules
-    without a section: the model decides whether they are of parameters or of modules. `strict` rejects rules that
-    match nothing and parameters without a rule, which are otherwise logged. `is_packaged` rules are for all variants
-    of a model, so that some may match nothing.
+    `fused` maps linear layers with several stacked projections to their number. `on_parts` are replicated parameters
+    that are used only on this rank's shard (a norm of its heads); their gradients are summed. `flat` are rules without
+    a section; the model determines whether they refer to parameters or to modules. `strict` rejects rules that match
+    nothing and parameters without a rule, which are otherwise logged. `is_packaged` rules cover all variants of a
+    model, so some may match nothing.
     """
 
     parameters: Mapping[str, Axes] = field(default_factory=dict)
@@ -82,9 +82,9 @@ def read_rules(
 
 
 def packaged_rules(model: Any) -> ShardingRules | None:
-    """Returns the packaged rules of a packaged model or of its subclass; None if there are none.
+    """Returns the packaged rules for a shipped model or its subclass; None if there are none.
 
-    Rules have the name of the file that defines the model.
+    A rules file has the name of the file that defines the model.
     """
     files = packaged_files()
     for kind in type(model).__mro__:
@@ -195,7 +195,7 @@ MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """The axes of each dim of one parameter, and their rule; None: no rule."""
+    """The axes of each dim of one parameter, and the rule; None if there is no rule."""
 
     axes: Axes
     rule: str | None = None
@@ -215,9 +215,9 @@ class AxisLayout:
 class ShardingPlan:
     """The layout of each parameter and of the activations.
 
-    `outputs` maps a module to the layout of its outputs: {None: the only output} or {number: one of several}.
-    `uncovered` are parameters without a rule: replicated along tensor, sharded by FSDP along dim 0. `unmatched` are
-    rules that match nothing in the model.
+    `outputs` maps a module to the layouts of its outputs: {None: the only output} or {number: one of several}.
+    `uncovered` are parameters without a rule, which are replicated along tensor and sharded by FSDP along dim 0.
+    `unmatched` are rules that match nothing in the model.
     """
 
     layouts: dict[str, AxisLayout]
@@ -230,11 +230,11 @@ class ShardingPlan:
     unmatched: list[str] = field(default_factory=list)
 
     def data_dim(self, name: str) -> int | None:
-        """Returns the dim of a parameter that FSDP shards; None: dim 0."""
+        """Returns the dim of a parameter that FSDP shards; None means dim 0."""
         layout = self.layouts.get(name)
         if layout is None or layout.data_dim is not None:
             return None if layout is None else layout.data_dim
-        # A vocabulary that is not a multiple is sharded unevenly along tensor; FSDP then shards the other dim.
+        # A vocabulary that is not divisible is sharded unevenly along tensor; FSDP then shards the other dim.
         return 1 if name in self.uneven and len(layout.axes) > 1 else None
 
     def remarks(self) -> list[str]:
@@ -307,7 +307,7 @@ def _matches(rules: Mapping[str, Any], names: Iterable[str]) -> Iterable[tuple[s
 
 
 def _path_of(glob: str) -> tuple[str, int | None]:
-    """Splits `path[2]`, the third of several outputs, into path and number; None: a single output."""
+    """Splits `path[2]`, the third of several outputs, into path and number; the number is None for a single output."""
     path, bracket, number = glob.partition("[")
     if not bracket:
         return glob, None
@@ -420,7 +420,7 @@ def _check_sizes(
     modules: Mapping[str, nn.Module],
     num_shards: int,
 ) -> None:
-    """Rejects dims and heads that the tensor axis does not divide, and ambiguous parameters."""
+    """Rejects dims and numbers of heads that are not divisible by the tensor axis, and ambiguous parameters."""
     if all(layout.tensor_dim is None for layout in plan.layouts.values()):
         raise ConfigError(
             f"runtime.mesh: tensor is {num_shards}, but model.sharding shards no parameter along it, so every rank "
@@ -455,7 +455,7 @@ def _setting_of(model: nn.Module, heads: int) -> str:
 
 
 def _reject_ambiguous(plan: ShardingPlan, modules: Mapping[str, nn.Module]) -> None:
-    """Rejects parameters between sharded layers without a rule: they may be used on full states or on a shard."""
+    """Rejects parameters without a rule between sharded layers, which may be used on full activations or on a shard."""
     for path, module in modules.items():
         weights = {child: plan.layouts.get(f"{_join(path, child)}.weight") for child, _ in module.named_children()}
         dims = {child: None if layout is None else layout.tensor_dim for child, layout in weights.items()}

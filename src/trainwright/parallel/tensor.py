@@ -65,7 +65,7 @@ def first_row(size: int, mesh: DeviceMesh) -> int:
 
 
 def over_ranks(tensor: Tensor, mesh: DeviceMesh, operation: str) -> Tensor:
-    """Returns the sum or the maximum of a tensor over the ranks of a mesh of one axis; outside of autograd."""
+    """Returns the sum or the maximum of a tensor over the ranks of a one-axis mesh; outside of autograd."""
     return (
         DTensor.from_local(tensor, mesh, [Partial(operation)], run_check=False)
         .redistribute(placements=[Replicate()])
@@ -137,7 +137,7 @@ def look_up_rows(self: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def drop(self: nn.Dropout, given: Tensor) -> Tensor:
-    """The forward of a dropout on states that may be sharded."""
+    """The forward of a dropout on activations that may be sharded."""
     return _drop(given, partial(type(self).forward, self), draws=self.training and self.p > 0)
 
 
@@ -147,7 +147,8 @@ def drop_before_adapter(self: Any, given: Tensor) -> Tensor:
 
 
 def score(self: nn.Module, logits: Any, *rest: Any, **named: Any) -> Any:
-    """The forward of a loss: plain cross entropy accepts logits that are sharded by class, others get full logits."""
+    """The forward of a loss: plain cross entropy accepts logits that are sharded by class; other losses receive full
+    logits."""
     targets = rest[0] if len(rest) == 1 else None
     if (
         isinstance(logits, DTensor)
@@ -164,7 +165,8 @@ def score(self: nn.Module, logits: Any, *rest: Any, **named: Any) -> Any:
 
 
 def return_whole(model: nn.Module, args: Any, outputs: Any) -> Any:
-    """A forward hook of the model: returns full tensors, but while training keeps logits next to a loss sharded.
+    """A forward hook of the model: returns full tensors, except that logits stay sharded in training if there is a
+    loss.
 
     Most runs do not use them, and they are the largest tensor. An operation with plain tensors raises.
     """
@@ -177,7 +179,8 @@ def return_whole(model: nn.Module, args: Any, outputs: Any) -> Any:
 
 
 def _drop(given: Tensor, drop_all: Callable[[Tensor], Tensor], *, draws: bool) -> Tensor:
-    """Drops the same values as one process: ranks draw the same numbers, and each uses those of its shard."""
+    """Drops the same values as a single process: all ranks draw the same random numbers, and each uses those of its
+    shard."""
     if not draws or not isinstance(given, DTensor):
         return drop_all(given)
     values = given.to_local()
@@ -208,8 +211,8 @@ class ParameterSlot(NamedTuple):
 def split_tensors(model: nn.Module, plan: ShardingPlan, mesh: Mesh) -> None:
     """Shards a model in place, which must be equal on all ranks along `tensor`; does nothing for one rank.
 
-    Names stay; a tied parameter stays one. Every parameter becomes a DTensor, because optimizers require lists of one
-    kind.
+    Names are kept, and a tied parameter stays tied. Every parameter becomes a DTensor, because optimizers require lists
+    of one kind.
     """
     ranks = mesh.along("tensor")
     if ranks is None:
@@ -274,7 +277,8 @@ def _shard_parameter(parameter: nn.Parameter, dim: int | None, ranks: DeviceMesh
 def _bring(tensor: Any, axes: Axes, layer: nn.Module, ranks: DeviceMesh) -> Any:
     """Returns an input or output of a layer in the layout of a rule; a shorter rule is for the last dims.
 
-    In evaluation states are full: they need little memory, and a single token cannot be sharded by position.
+    In evaluation, activations are full, because they need little memory and a single token cannot be sharded by
+    position.
     """
     if not isinstance(tensor, Tensor):
         return tensor
@@ -285,7 +289,7 @@ def _bring(tensor: Any, axes: Axes, layer: nn.Module, ranks: DeviceMesh) -> Any:
 
 
 def _laid_out(tensor: Tensor, placement: Placement, ranks: DeviceMesh) -> DTensor:
-    """Returns a tensor as a DTensor in this layout; a plain one is full on every rank."""
+    """Returns a tensor as a DTensor in this layout; a plain tensor is assumed to be full on every rank."""
     if not isinstance(tensor, DTensor):
         tensor = DTensor.from_local(tensor, ranks, [Replicate()], run_check=False)
     if tensor.placements == (placement,):
@@ -357,9 +361,9 @@ def _hook_sharded_layer(module: nn.Module, ranks: DeviceMesh) -> None:
 
 
 def _hook_fused(module: nn.Module, count: int, ranks: DeviceMesh) -> None:
-    """Makes a layer of several projections compute this rank's rows of each, which are gathered from all ranks.
+    """Makes a fused layer compute this rank's rows of each projection, which are gathered from all ranks.
 
-    A rank stores consecutive rows, as of any other parameter, so that checkpoints need no special case.
+    A rank stores consecutive rows, as for any other parameter, so checkpoints need no special case.
     """
 
     def own_rows(parameter: DTensor) -> Tensor:
@@ -388,7 +392,7 @@ def _hook_fused(module: nn.Module, count: int, ranks: DeviceMesh) -> None:
 def _hook_plain(path: str, module: nn.Module, plan: ShardingPlan, ranks: DeviceMesh) -> None:
     """Makes replicated parameters plain tensors while a module runs on plain tensors, not on DTensors.
 
-    Embeddings that are not sharded are included for their parent, which may read their weight without a call.
+    Embeddings that are not sharded are included for their parent, which may read their weight directly.
     """
 
     def plain(parameter: DTensor) -> Tensor:
@@ -489,7 +493,7 @@ def _hook_output(name: str, module: nn.Module, plan: ShardingPlan, ranks: Device
 
 
 def _several(name: str, output: Any, rules: Mapping[int, Axes]) -> list[Any]:
-    """Returns the outputs of a module as a list, of which rules name some by number."""
+    """Returns the outputs of a module as a list, to which rules refer by number."""
     if isinstance(output, tuple | list) and max(rules) < len(output):
         return list(output)
     found = f"{len(output)} of them" if isinstance(output, tuple | list) else f"a {type(output).__name__}"
@@ -509,22 +513,22 @@ def _plain_output(output: Any, *, keeps_shard: bool) -> Any:
 def _is_followed_by_rows(name: str, model: nn.Module) -> bool:
     """Returns True if a later layer nearby accepts a shard of the features; otherwise the output is gathered.
 
-    Nearby is in the same module or its parent, but not in the whole model, whose head's output is for a loss. A layer
-    that gets full features where it accepts a shard splits them itself, so that gathering is only slower.
+    Nearby means in the same module or its parent, but not in the whole model, where a head's output is for a loss. A
+    layer that accepts a shard also accepts full features and splits them itself, so gathering is only slower.
     """
     around, _, last = name.rpartition(".")
     outer = around.rpartition(".")[0]
     scope = model.get_submodule(outer or around)
     names = [each for each, _ in scope.named_modules()] if around else [each for each, _ in model.named_children()]
     own = name.removeprefix(f"{outer or around}.") if around else last
-    is_table = isinstance(model.get_submodule(name), nn.Embedding)  # of numbers by head, wherever it was defined
+    is_table = isinstance(model.get_submodule(name), nn.Embedding)  # with numbers per head, defined anywhere
     later = names if is_table else names[names.index(own) + 1 :] if own in names else []
     followers = [scope.get_submodule(each) for each in later]
     return any(isinstance(each, nn.Linear) and split_dim(each.weight) == 1 for each in followers)
 
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the parameters of a module itself, without those that are also its child's."""
+    """Returns the parameters of a module itself, without those that also belong to a child."""
     of_children = {id(each) for child in module.children() for each in child.parameters()}
     own = module.named_parameters(recurse=False)
     return {name: parameter for name, parameter in own if id(parameter) not in of_children}

@@ -1,1 +1,1 @@
-"""Component names to classes: builtin.py has the table, resolve.py the lookup, catalogue.py the listing."""
+"""Maps component names to classes: builtin.py has the table, resolve.py the lookup, catalogue.py the listing."""

@@ -45,7 +45,7 @@ class Parameter(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """The arguments that a run file can set; `open_to` names what receives further ones, or is ""."""
+    """The arguments that a run file can set; `open_to` names the receiver of further arguments, or is ""."""
 
     parameters: tuple[Parameter, ...]
     open_to: str = ""
@@ -197,7 +197,7 @@ class _Module:
         return f"{self.imported.get(first, first)}{dot}{rest}"
 
     def default(self, expression: ast.expr) -> str:
-        """Return a default as Python source; a constant of this file is replaced by its value."""
+        """Return a default as Python source, with a constant of this file replaced by its value."""
         if isinstance(expression, ast.Name) and expression.id in self.constants:
             constant = self.constants[expression.id]
             return expression.id if _literal(constant, default=self) is self else ast.unparse(constant)
@@ -294,7 +294,7 @@ class _Library:
         return Signature(tuple(one for one in found.parameters if one.name not in hidden), found.open_to)
 
     def _trainer_options(self, module: _Module, definition: _Definition) -> Iterator[Parameter]:
-        """Yield the options that a trainer declares or a user's one reads, those of its bases first."""
+        """Yield the options that a trainer declares or a custom trainer reads, those of its bases first."""
         if not isinstance(definition, ast.ClassDef):
             return
         if module.name.startswith("trainwright."):

@@ -29,11 +29,11 @@ class Plugin(NamedTuple):
     reference: str
     """`module:Name`, as in the table of built-in components."""
     distribution: str
-    """The package as pip knows it, with its version."""
+    """The name of the package in pip, with its version."""
 
 
 def installed(kind: str) -> Mapping[str, tuple[Plugin, ...]]:
-    """Returns the components of a kind by name. A name has several if packages contradict each other."""
+    """Returns the components of a kind by name. A name has several entries if packages conflict."""
     return _installed(kind, tuple(sys.path))
 
 

@@ -1,4 +1,4 @@
-"""Turns a component's `type` into a class: "adamw", "my_pkg.optim:Lion", "optimizers/lion.py:Lion", "lion.Lion".
+"""Resolves a component's `type` to a class: "adamw", "my_pkg.optim:Lion", "optimizers/lion.py:Lion", "lion.Lion".
 
 plugins.py lists the names that installed packages declare.
 """
@@ -42,7 +42,7 @@ OriginOf = Callable[[str], Origin | None]
 """`RunConfig.origin`: where a setting such as `trainer.optimizer.lr` is written."""
 
 
-# Filled by @register when user modules are imported; it exists as long as the process, as sys.modules does.
+# Filled by @register when user modules are imported; it exists as long as the process, like sys.modules.
 _registered: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in KIND_FOLDERS}
 # The modules and the registered components of projects that this process used before the current one, by folder.
 _other_projects: dict[str, tuple[dict[str, ModuleType], dict[str, dict[str, Callable[..., Any]]]]] = {}
@@ -104,7 +104,7 @@ def find(
 def _find_located(
     kind: str, type_name: str, project_dir: str | os.PathLike[str], *, where: object | None, label: str
 ) -> Any:
-    """Return what `type_name` names, in this project; errors mention `where` and the setting."""
+    """Return the object that `type_name` names in this project; errors mention `where` and the setting."""
     _check_kind(kind)
     folder = absolute(project_dir)
     enter_project(folder)
@@ -219,7 +219,7 @@ def instantiate(
     except Exception as error:
         folder = absolute(project_dir)
         problem = f"{component.type} could not be built: {_explain(error, folder)}"
-        # The error does not name an argument; one that an override has changed is the likeliest.
+        # The error does not name an argument; one that an override has changed is the most likely cause.
         locations = [origin_of(f"{label}.{name}") for name in arguments] if origin_of is not None else []
         overridden = next((location for location in locations if location is not None and location.is_override), None)
         raise _labelled(problem, label, overridden or where) from error
@@ -275,7 +275,7 @@ class _Nested:
         for kind in kinds:
             names = [*BUILT_INS[kind], *_registered[kind], *installed(kind)]
             if type_name in names or nearest(type_name, names, cutoff=0.8) is not None:
-                return kind  # a misspelt one is not found, and the error suggests the name
+                return kind  # a misspelled one is not found, and the error suggests the name
         stem, dot, _ = type_name.partition(".")
         if ":" not in type_name and (not dot or not all(part.isidentifier() for part in type_name.split("."))):
             return None
@@ -323,7 +323,7 @@ def _find(kind: str, type_name: str, folder: Path, label: str) -> Any:
     if dot and path.is_file():
         return _member(_load_file(path, folder), name)
     problem = _unknown(kind, type_name, folder, label)
-    forget_installed()  # in a notebook the package may be installed next
+    forget_installed()  # in a notebook, the package may be installed later
     raise ComponentError(problem)
 
 
@@ -337,7 +337,7 @@ def _load_plugin(kind: str, plugin: Plugin, folder: Path) -> Any:
 
 
 def _why_no_component(kind: str, target: Any, base: type | None) -> str | None:
-    """Return why a class or function cannot be a component and must not be called; None if it can."""
+    """Return the reason why a class or function cannot be a component and must not be called; None if it can."""
     if is_standard_library(target):
         return _NO_COMPONENT.format(kind=kind)
     if base is None or not isinstance(target, type) or issubclass(target, base):
@@ -376,7 +376,7 @@ def _unknown(kind: str, type_name: str, folder: Path, label: str) -> str:
     in_folder = f" in {KIND_FOLDERS[kind]}/: {', '.join(in_project)};" if in_project else ""
     in_folder += f" in {FOLDER}/{'/'.join(path)}/: {', '.join(groups)};" if groups else ""
     return (
-        f'no {kind} "{type_name}".{hint}{known}{in_folder} or give an import path such as my_pkg.module:Name, '
+        f'no {kind} "{type_name}".{hint}{known}{in_folder} or use an import path such as my_pkg.module:Name, '
         f"a file such as {KIND_FOLDERS[kind]}/mine.py:Name, or mine.Name for a file in {kind_folder}."
     )
 
@@ -506,7 +506,7 @@ def _execute(path: Path) -> ModuleType:
 
 
 def _loaded_from(real: Path, *, likely_name: str | None) -> ModuleType | None:
-    # The likely name first: checking the thousands of modules of torch takes milliseconds.
+    # The likely name first, because checking the thousands of modules of torch takes milliseconds.
     likely = sys.modules.get(likely_name) if likely_name else None
     if likely is not None and _is_from(likely, real):
         return likely
@@ -515,7 +515,7 @@ def _loaded_from(real: Path, *, likely_name: str | None) -> ModuleType | None:
 
 def _is_from(module: ModuleType, real: Path) -> bool:
     file = getattr(module, "__file__", None)
-    # Compare the end of the text first: resolving the path of every loaded module would take a second.
+    # Compare the end of the text first, because resolving the path of every loaded module would take a second.
     return isinstance(file, str) and file.endswith(real.name) and Path(file).resolve() == real
 
 

@@ -1,8 +1,8 @@
 """Decides whether the code that a config names may be imported.
 
-A run file is a program of its user, as a Python script is. A run folder is data: others may have written it, so its
-config.yaml names code only if this user has signed it (config/signature.py) or has said so with `trust`. Built-in
-components always load. Arguments of components are not judged here.
+A run file is a program of its user, like a Python script. A run folder is data that others may have written, so its
+config.yaml can name code only if this user has signed it (config/signature.py) or has set `trust`. Built-in components
+always load. Arguments of components are not checked here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PEFT_KEYS = {
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "task_type"),
     *("alpha", "module_dropout", "num_virtual_tokens", "token_dim", "num_layers", "num_attention_heads"),
 }
-"""Fields of peft's configs whose texts import no code, as those of megatron_core and of a tokenizer may."""
+"""Fields of peft's configs whose texts import no code; others, such as megatron_core and the tokenizer, may."""
 
 MODEL_SECTIONS = ("imports", "task", "model", "trainer.type")
 """The settings whose code is imported to build a run's model."""
@@ -73,7 +73,7 @@ def _code_of(settings: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
 
 
 def _names_function(settings: dict[str, Any], path: tuple[str, ...]) -> bool:
-    """Returns True if peft or a built-in component, possibly an argument of another, imports what a text names."""
+    """Returns True if peft or a built-in component, possibly nested, imports the object that a text names."""
     if path[:2] == ("model", "peft") and len(path) > 2:
         return path[2] not in _PEFT_KEYS
     owner: Any = settings

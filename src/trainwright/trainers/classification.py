@@ -18,8 +18,8 @@ class ClassificationTrainer(Trainer):
 
     Samples may be pairs: the first element is the model's first parameter, the second one the label.
 
-    Labels of −100 are ignored, as in the loss. Labels of another shape (soft labels, one score per sample) have no
-    accuracy.
+    Labels of −100 are ignored, as in the loss. There is no accuracy for labels of another shape (soft labels, one score
+    per sample).
     """
 
     known_eval_names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")

@@ -1,6 +1,6 @@
-"""Trains a causal language model to predict what a frozen teacher predicts, on the labels' positions.
+"""Trains a causal language model to match the predictions of a frozen teacher, at the labels' positions.
 
-The teacher is a further model section, `trainer.teacher`. config/trainer_options.py has the options.
+The teacher is another model section, `trainer.teacher`. config/trainer_options.py has the options.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DistillTrainer(Trainer):
     """Minimizes the divergence of the student's and the teacher's next token, a mean over the tokens with a label.
 
     With `alpha` below 1 the loss on the labels is added. Logs kl, without the factor of the temperature, and label_loss
-    if it counts. Both models get the whole batch except `labels`, and must have the same vocabulary.
+    if it counts. Both models receive the whole batch except `labels`, and must have the same vocabulary.
     """
 
     known_eval_names: ClassVar[tuple[str, ...]] = ("loss", "kl", "label_loss")
@@ -47,7 +47,7 @@ class DistillTrainer(Trainer):
         """Adds the teacher's logits, and runs `forward`."""
         if not isinstance(batch, Mapping) or "labels" not in batch:
             raise DataError(
-                f"trainer.type distill needs `labels` in the batch, which say what tokens count, but it has "
+                f"trainer.type distill needs `labels` in the batch, which define the tokens that count, but it has "
                 f"{', '.join(batch) if isinstance(batch, Mapping) else type(batch).__name__}. Use a collator that "
                 'makes them, such as "padded".'
             )

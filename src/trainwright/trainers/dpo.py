@@ -39,12 +39,12 @@ PER_TOKEN = ("orpo", "simpo")
 
 
 class DPOTrainer(Trainer):
-    """Makes the chosen answer more likely than the rejected one, compared with a reference model.
+    """Raises the likelihood of the chosen answer relative to the rejected one, compared with a reference model.
 
-    Logs rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen and logps/rejected, as TRL
-    does. All losses are means over samples, exact for any micro-batches and ranks; orpo adds a mean over tokens and
-    kto uses one KL estimate, both over the whole batch of the update; the answers of that estimate are exchanged within
-    a rank.
+    Logs rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies, logps/chosen and logps/rejected, like
+    TRL. All losses are means over samples, exact for any micro-batches and ranks; orpo adds a mean over tokens and kto
+    uses one KL estimate, both over the whole batch of the update; the answers of that estimate are exchanged within a
+    rank.
     """
 
     known_eval_names: ClassVar[tuple[str, ...]] = (
@@ -57,14 +57,15 @@ class DPOTrainer(Trainer):
 
     @classmethod
     def build_frozen_models(cls, build: Builder, model: torch.nn.Module) -> Mapping[str, torch.nn.Module]:
-        """Returns the first model again as the reference, unless the loss needs none or the model's base is it."""
+        """Returns a copy of the initial model as the reference, unless the loss needs none or the model's base is the
+        reference."""
         options: DPOOptions = build.options()
         if options.loss_type in WITHOUT_REFERENCE or options.precompute_reference or is_base_with_adapters(model):
             return {}
         return {"reference": build.first_model()}
 
     def train(self) -> dict[str, float]:
-        """Trains, after the reference log-probabilities are computed if they are to be."""
+        """Trains, after computing the reference log-probabilities if this is requested."""
         num_ranks, size = self.ranks.mesh.num_data_ranks, self.context.batch_plan.global_batch_size
         if self.options.loss_type == "kto" and size // num_ranks < 2:
             raise ConfigError(
@@ -76,12 +77,12 @@ class DPOTrainer(Trainer):
         return super().train()
 
     def evaluate_sets(self, sets: Mapping[str, Any], *, with_hooks: bool = True) -> dict[str, float]:
-        """Evaluates some sets, after the reference log-probabilities are computed if they are to be."""
+        """Evaluates some sets, after computing the reference log-probabilities if this is requested."""
         self._prepare_table()
         return super().evaluate_sets(sets, with_hooks=with_hooks)
 
     def evaluate_test(self) -> dict[str, float]:
-        """Evaluates the test set, after the reference log-probabilities are computed if they are to be."""
+        """Evaluates the test set, after computing the reference log-probabilities if this is requested."""
         self._prepare_table()
         return super().evaluate_test()
 
@@ -177,7 +178,7 @@ class DPOTrainer(Trainer):
         self._table = table
 
     def _compute_table(self) -> ReferenceTable:
-        """Returns the log-probabilities of all samples of all sets under the present model; collective."""
+        """Returns the log-probabilities of all samples of all sets with the current model; collective."""
         sets: list[Any] = [*self.eval_data.values(), *([] if self.test_data is None else [self.test_data])]
         train = self.train_data
         if not isinstance(train, TrainData) or not all(isinstance(each, EvalData) for each in sets):
@@ -218,7 +219,7 @@ class DPOTrainer(Trainer):
         if self.options.precompute_reference and self.state.step > 0:
             raise TrainwrightError(
                 "trainer.precompute_reference: the batch has no precomputed log-probabilities, and the model has been "
-                "trained. Give forward batches of train() or evaluate()."
+                "trained. Pass forward the batches of train() or evaluate()."
             )
         with reference_of(self.model, self.context.frozen_models.get("reference")) as reference:
             yield reference
@@ -255,7 +256,7 @@ class DPOTrainer(Trainer):
 
 
 def is_base_with_adapters(model: torch.nn.Module) -> bool:
-    """Returns True if the model without its adapters computes what it computes before the first step."""
+    """Returns True if the model without its adapters has the same outputs as before the first step."""
     if peft_adapters.peft_config_of(model) is not None:
         return peft_adapters.keeps_base(model)
     return any(True for _ in lora.lora_layers(model)) and lora.keeps_base(model)
@@ -263,7 +264,7 @@ def is_base_with_adapters(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def reference_of(model: torch.nn.Module, copy: torch.nn.Module | None) -> Iterator[torch.nn.Module]:
-    """Yields the reference in evaluation mode: the frozen copy of the first model, else the model without adapters."""
+    """Yields the reference in evaluation mode: the frozen copy of the initial model, or the model without adapters."""
     if copy is not None:
         yield copy
         return
@@ -274,7 +275,7 @@ def reference_of(model: torch.nn.Module, copy: torch.nn.Module | None) -> Iterat
 
 
 def sequence_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the summed log-probability of the labels [..., S] under logits [..., S, V]: [...]."""
+    """Returns the summed log-probability [...] of the labels [..., S] for logits [..., S, V]."""
     per_token = label_log_probs(logits.flatten(0, -3), labels.flatten(0, -2))
     return per_token.sum(-1).view(labels.shape[:-1])
 
@@ -311,7 +312,7 @@ def _log_of_rest(log_prob: Tensor) -> Tensor:
 def _kto(
     options: DPOOptions, log_probs: Tensor, reference: Tensor | None, *, label: Tensor, kl: Tensor
 ) -> tuple[Mean, dict[str, Any]]:
-    """Returns the loss of answers with labels, and the metrics, those of good and of bad answers apart."""
+    """Returns the loss of answers with labels, and the metrics, separately for good and bad answers."""
     assert reference is not None
     rewards = options.beta * (log_probs - reference)
     margin = torch.where(label, rewards - options.beta * kl, options.beta * kl - rewards)
@@ -345,7 +346,7 @@ def check_preferences(batch: Any, *, is_paired: bool, advice: str) -> None:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yields the model in evaluation mode; then each module is as it was."""
+    """Yields the model in evaluation mode; restores the mode of each module afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

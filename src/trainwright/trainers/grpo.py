@@ -49,12 +49,12 @@ _SHOWN_CHARACTERS = 200
 
 
 class GRPOTrainer(Trainer):
-    """Makes completions more likely that have a higher reward than the others of their prompt.
+    """Raises the likelihood of completions that have a higher reward than others of the same prompt.
 
     A sample is a prompt; its `num_generations` completions are a group, on one rank and in one micro-batch. Losses and
-    metrics have the values and the names that TRL's have, over all completions of the update: they are the same for
-    any micro-batches and ranks. A completion is a function of the weights, of its prompt, and of the seed, the position
-    of the prompt in the data and its number in the group.
+    metrics have the values and names of TRL, over all completions of the update, so they do not depend on micro-batches
+    or ranks. A completion is a function of the weights, of its prompt, and of the seed, the position of the prompt in
+    the data and its number in the group.
     """
 
     known_eval_names: ClassVar[tuple[str, ...]] = ("reward", "completions/mean_length", "completions/clipped_ratio")
@@ -64,7 +64,8 @@ class GRPOTrainer(Trainer):
     _rollouts: dict[str, Tensor] | None = None
     """The completions of the last prompts on this rank, which `num_iterations` updates use."""
     _num_prompts = 0
-    """The prompts that count in `_rollouts`: 0 on a rank that repeats one only to take part in collectives."""
+    """The number of prompts that count in `_rollouts`; 0 on a rank that repeats a prompt only to participate in
+    collectives."""
     _source: Any = None
     """The batch of prompts of `_rollouts`; None after a resume."""
     _own_metrics: Mapping[str, float] = MappingProxyType({})
@@ -122,7 +123,7 @@ class GRPOTrainer(Trainer):
 
     @property
     def metric_names(self) -> MetricNames:
-        """The names that evaluations give, with those of the rewards; a higher reward is better."""
+        """The names that evaluations return, with those of the rewards; a higher reward is better."""
         names = super().metric_names
         own = tuple(f"rewards/{each.name}/mean" for each in self.rewards)
         modes = {**names.modes, **dict.fromkeys(("reward", *own), "max")}
@@ -263,7 +264,7 @@ class GRPOTrainer(Trainer):
         return rollouts, metrics
 
     def _generate(self, batch: Any, *, copies: int, temperature: float, seeds: Sequence[int] | None) -> Completions:
-        """Samples completions of the prompts, `copies` for each; collective where the model is sharded."""
+        """Samples completions of the prompts, `copies` for each; collective if the model is sharded."""
         options, ranks = self.options, self.ranks
         prompts = [row[:length] for row, length in zip(*_prompts_of(batch), strict=True)]
         longest = max(map(len, prompts))
@@ -315,7 +316,7 @@ class GRPOTrainer(Trainer):
         return collator
 
     def _samples(self, rows: Sequence[Mapping[str, Any]], completions: Sequence[Sequence[int]]) -> Samples:
-        """Returns the completions as rewards receive them."""
+        """Returns the completions in the form that rewards receive."""
         tokenizer = self._collator.tokenizer
         # Many models have embeddings for more tokens than their tokenizer has; those represent no text.
         texts = [tokenizer.decode([one for one in ids if one < tokenizer.vocab_size]) for ids in completions]
@@ -326,27 +327,28 @@ class GRPOTrainer(Trainer):
         return Samples([row["prompt"] for row in rows], shown, completions, rows)
 
     def _score(self, samples: Samples) -> list[list[float]]:
-        """Returns the rewards of each completion, NaN where one does not apply."""
+        """Returns the rewards of each completion; NaN if a reward does not apply."""
         users = UserFiles(self.config.project_dir)
         columns = [each.score(samples, users) for each in self.rewards]
         return [list(row) for row in zip(*columns, strict=True)]
 
     def _weigh(self, rewards: Tensor) -> Tensor:
-        """Returns the weighted sum [N] of rewards [N, rewards], NaN where none applies."""
+        """Returns the weighted sum [N] of rewards [N, rewards]; NaN if none applies."""
         weights = torch.tensor([each.weight for each in self.rewards], dtype=torch.float64)
         return torch.where(rewards.isnan().all(dim=1), math.nan, (rewards * weights).nansum(dim=1))
 
     def _compare(self, rewards: Tensor) -> tuple[Tensor, dict[str, float]]:
         """Returns the advantages [N] of the completions of all ranks from their rewards [N, rewards], and the metrics.
 
-        A completion that no reward applies to has the advantage 0, and the others of its group are compared without it.
+        A completion to which no reward applies has the advantage 0, and the others of its group are compared without
+        it.
         """
         reward, options = self._weigh(rewards), self.options
         is_unscored = reward.isnan()
         if is_unscored.any() and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "All rewards are None for %d of %d completions, which are not learned from. Further ones may follow.",
+                "All rewards are None for %d of %d completions, which are ignored. Further ones may follow.",
                 int(is_unscored.sum()),
                 len(reward),
             )
@@ -361,9 +363,9 @@ class GRPOTrainer(Trainer):
 
     @torch.no_grad()
     def _add_log_probs(self, rollouts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Adds the log-probabilities under the reference, and if they are reused under the present model; collective.
+        """Adds the log-probabilities of the reference and, if completions are reused, of the current model; collective.
 
-        Without dropout, so that they are those of the distribution that the completions were sampled from.
+        Without dropout, so that they belong to the distribution from which the completions were sampled.
         """
         wanted: dict[str, Callable[[], AbstractContextManager[torch.nn.Module]]] = {}
         if self.options.num_iterations > 1:
@@ -378,7 +380,7 @@ class GRPOTrainer(Trainer):
             for name, enter in wanted.items():
                 with enter() as model, self.autocast():
                     log_probs = self._log_probs(model, each)[0].view(*each["labels"].shape[:2], -1)
-                # A micro-batch without samples of its own repeats a row, for the collectives.
+                # A micro-batch without samples repeats a row, for the collectives.
                 if self.batch.num_samples or not self._num_prompts:
                     found[name].append(log_probs)
         return {**rollouts, **{name: torch.cat(parts)[: len(rollouts["labels"])] for name, parts in found.items()}}
@@ -409,7 +411,7 @@ class GRPOTrainer(Trainer):
 def compare(rewards: Tensor, *, scale: str) -> tuple[Tensor, Tensor]:
     """Returns the advantages of rewards [groups, generations], and the deviations that divide them with `scale`.
 
-    NaN stands for a completion without a reward: its advantage is 0, and means and deviations leave it out.
+    NaN stands for a completion without a reward: its advantage is 0, and means and deviations exclude it.
     """
     advantages = rewards - rewards.nanmean(dim=1, keepdim=True)
     deviation = nan_std(rewards.flatten(), dim=0) if scale == "batch" else nan_std(rewards, dim=1)[:, None]
@@ -464,7 +466,7 @@ def _pad(
 ) -> dict[str, Tensor]:
     """Returns each prompt with its completions as `input_ids`, `attention_mask` and `labels` [prompts, generations, S].
 
-    The padding is on the right. Labels are -100 on prompts and padding, and on completions that the loss leaves out.
+    The padding is on the right. Labels are -100 at prompts and padding, and for completions that the loss excludes.
     """
     copies = options.num_generations
     starts = [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True) for _ in range(copies)]
@@ -532,7 +534,7 @@ def _reject_settings(build: Builder, options: GRPOOptions) -> None:
     for axis in ("pipeline", "context"):
         if getattr(config.runtime.mesh, axis) not in (None, 1):
             raise ConfigError(
-                f"runtime.mesh.{axis}: trainer.type grpo cannot generate with a model that is divided along it. Use "
+                f"runtime.mesh.{axis}: trainer.type grpo cannot generate with a model that is sharded along it. Use "
                 "fsdp or replicate.",
                 where=config.origin(f"runtime.mesh.{axis}"),
             )

@@ -17,7 +17,7 @@ from trainwright.loop.trainer import Trainer
 class LanguageModelTrainer(Trainer):
     """Weights each micro-batch by its predicted tokens, so padding changes no gradient; adds `perplexity`.
 
-    Expects `labels` as transformers does: the same tokens as `input_ids`, shifted by the model.
+    Expects `labels` as in transformers: the same tokens as `input_ids`, shifted by the model.
     """
 
     known_eval_names: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
@@ -38,7 +38,7 @@ class LanguageModelTrainer(Trainer):
         loss = outputs["loss"]
         if isinstance(loss, torch.Tensor):
             count = self._count_of_model(batch["labels"])
-            # A batch without a predicted token has a NaN mean; as a total of 0 it adds nothing.
+            # A batch without a predicted token has a mean of NaN; as a total of 0, it adds nothing.
             loss = Mean(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
         return {**outputs, "loss": loss}
 

@@ -1,7 +1,7 @@
 """Precomputed log-probabilities of the answers of all samples under the first model, kept in the run folder.
 
-A sample is found by `row_id`, a hash of its tokens that the collator adds, so that the order and the split of the data
-have no part in it. dpo.py computes the values before the first step.
+A sample is identified by `row_id`, a hash of its tokens that the collator adds, so the table does not depend on the
+order and the split of the data. dpo.py computes the values before the first step.
 """
 
 from __future__ import annotations

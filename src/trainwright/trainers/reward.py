@@ -1,4 +1,4 @@
-"""Trains a reward model on pairs of answers: the chosen one should have the higher score (Bradley–Terry).
+"""Trains a reward model on pairs of answers, so that the chosen one has the higher score (Bradley–Terry).
 
 The samples come from data.train.type preferences and its collator. The model has one score per sequence, or per token.
 """
@@ -24,8 +24,8 @@ class RewardTrainer(Trainer):
     """Minimizes −log sigmoid(score of the chosen answer − score of the rejected one), a mean over pairs.
 
     The model returns `logits` [sequences, 1], as transformers' sequence classifiers with `num_labels: 1` do, or
-    [sequences, width, 1], as a decoder does whose `lm_head` is replaced by a linear layer with one output; the score is
-    then that of the last token. Logs accuracy, margin and mean_reward, as TRL does.
+    [sequences, width, 1], like a decoder whose `lm_head` is replaced with a linear layer with one output; the score is
+    then that of the last token. Logs accuracy, margin and mean_reward, like TRL.
     """
 
     known_eval_names: ClassVar[tuple[str, ...]] = ("loss", "accuracy", "margin", "mean_reward")
@@ -34,7 +34,7 @@ class RewardTrainer(Trainer):
 
     def forward(self, **batch: Any) -> tuple[Mean, dict[str, Any]]:
         """Returns the loss of pairs [samples, 2, width], and the metrics."""
-        check_preferences(batch, is_paired=True, advice="A reward model learns from pairs.")
+        check_preferences(batch, is_paired=True, advice="A reward model is trained on pairs.")
         inputs = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
         logits = logits_of(self.task.forward(self.model, inputs), self.model)
         chosen, rejected = _scores(logits, inputs["attention_mask"], self.model).view(-1, 2).unbind(-1)

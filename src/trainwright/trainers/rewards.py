@@ -1,8 +1,8 @@
-"""Rewards of completions: calls those of a config and checks what they return, and defines three of general use.
+"""Rewards of completions: calls those of a config, validates their results, and defines three general ones.
 
 A reward is any callable with keyword parameters among `prompts`, `completions`, `completion_ids` and the names of the
-rows' other fields, each a list with one entry per completion. It returns a list of numbers, or None where it does not
-apply. trainers/grpo.py turns rewards into advantages.
+rows' other fields, each a list with one entry per completion. It returns a list of numbers, with None where it does not
+apply. trainers/grpo.py converts rewards to advantages.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Samples:
     prompts: Sequence[Any]
     """Texts, or lists of messages."""
     completions: Sequence[Any]
-    """Texts, or lists with the assistant's message where the prompt has messages."""
+    """Texts, or lists with the assistant's message if the prompt has messages."""
     completion_ids: Sequence[Sequence[int]]
-    """The tokens, with the one that ended the completion."""
+    """The tokens, including the one that ended the completion."""
     rows: Sequence[Mapping[str, Any]]
 
     def arguments(self) -> dict[str, list[Any]]:
-        """Returns what a reward can be called with; a field that some rows do not have is None there."""
+        """Returns the possible arguments of a reward; a field that some rows lack is None for them."""
         names = dict.fromkeys(name for row in self.rows for name in row if name != "prompt")
         columns = {name: [row.get(name) for row in self.rows] for name in names}
         own = (list(self.prompts), list(self.completions), [list(each) for each in self.completion_ids])
@@ -113,7 +113,7 @@ def text_of(completion: Any) -> str:
 
 
 class ExactMatch:
-    """1 for a completion that is the text in a field of its row, else 0; spaces around both are ignored.
+    """1 for a completion that equals the text in a field of its row, otherwise 0; spaces around both are ignored.
 
     `pattern` is a regular expression whose first group, or whole match, is compared instead of the completion; of
     several matches the last counts, and without one the reward is 0.
@@ -150,7 +150,7 @@ class ExactMatch:
 
 
 class Pattern:
-    """1 for a completion that a regular expression matches as a whole, else 0; a dot matches line breaks too.
+    """1 for a completion that fully matches a regular expression, otherwise 0; a dot matches line breaks too.
 
     >>> Pattern(pattern=r"<think>.*</think>.+")(completions=["<think>1 + 1</think>2", "2"])
     [1.0, 0.0]
@@ -165,7 +165,8 @@ class Pattern:
 
 
 class Overlong:
-    """0 up to `max_length - margin` tokens, then falling linearly to -1 at `max_length` (DAPO's overlong punishment).
+    """0 up to `max_length - margin` tokens, then decreasing linearly to -1 at `max_length` (DAPO's overlong
+    punishment).
 
     >>> Overlong(max_length=10, margin=4)(completion_ids=[[1] * 6, [1] * 8, [1] * 12])
     [0.0, -0.5, -1.0]

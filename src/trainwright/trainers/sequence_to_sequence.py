@@ -11,8 +11,8 @@ from trainwright.trainers.language_model import LanguageModelTrainer
 class SequenceToSequenceTrainer(LanguageModelTrainer):
     """Weights each micro-batch by its label tokens, so padding changes no gradient; adds `perplexity`.
 
-    Expects `labels` as transformers does: the target tokens at the positions where they are predicted, not shifted;
-    the model (or the collator) derives the decoder's inputs from them.
+    Expects `labels` as in transformers: the target tokens at the positions where they are predicted, not shifted; the
+    model (or the collator) derives the decoder's inputs from them.
     """
 
     def count_targets(self, labels: torch.Tensor) -> torch.Tensor:
@@ -23,6 +23,6 @@ class SequenceToSequenceTrainer(LanguageModelTrainer):
 class MaskedLanguageModelTrainer(SequenceToSequenceTrainer):
     """Weights each micro-batch by its masked tokens; adds `perplexity`, that of the masked tokens.
 
-    Expects `labels` as transformers does: the original token where one is to be predicted, −100 elsewhere. The
+    Expects `labels` as in transformers: the original token at each predicted position, −100 elsewhere. The
     collator of the same name makes them.
     """

@@ -23,9 +23,8 @@ logger = logging.getLogger(__name__)
 class SFTTrainer(LanguageModelTrainer):
     """Weights each micro-batch by its trained tokens, those with labels other than −100; adds `token_accuracy`.
 
-    `token_accuracy` is the fraction of trained tokens that the model predicts. It is missing in training where the
-    model computes head and loss in one, and where its logits are sharded. The first sample's labels are checked before
-    the first step.
+    `token_accuracy` is the fraction of trained tokens that the model predicts. It is missing in training if the model
+    fuses head and loss, or if its logits are sharded. The first sample's labels are checked before the first step.
     """
 
     known_eval_names: ClassVar[tuple[str, ...]] = ("loss", "perplexity", "token_accuracy")
@@ -51,7 +50,7 @@ class SFTTrainer(LanguageModelTrainer):
 
 
 def check_labels(sample: Mapping[str, Any]) -> None:
-    """Rejects labels that are not the tokens at the same positions, and logs how many are trained."""
+    """Rejects labels that are not the tokens at the same positions, and logs the number of trained tokens."""
     if sample.get("input_ids") is None or sample.get("labels") is None:
         logger.warning(
             "sft: the samples of data.train have no labels for tokens, but %s, so that the collator decides which "

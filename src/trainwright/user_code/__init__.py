@@ -1,1 +1,1 @@
-"""Reads user code: which code is the user's, on which line, and whether its signatures fit. Imports no torch."""
+"""Analyzes user code: which code is the user's, its lines, and its signatures. Imports no torch."""

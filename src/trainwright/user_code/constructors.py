@@ -11,13 +11,14 @@ from trainwright.user_code.locations import is_user_code
 from trainwright.user_code.methods import ATTRIBUTES_ELSEWHERE
 
 _ARGUMENTS = ("config", "task", "model", "optimizer", "train_dataset", "validation_dataset", "context")
-"""What `build_trainer` passes, by keyword; the last one reaches Trainer's own constructor through `**rest`."""
+"""The keyword arguments that `build_trainer` passes; the last one reaches Trainer's own constructor through
+`**rest`."""
 
 _SUPER_CALL = "super().__init__(config, task, model, optimizer, train_dataset, validation_dataset, **rest)"
 
 
 def check_constructor(trainer_class: type) -> None:
-    """Raises if the constructor of a trainer does not accept what it is called with."""
+    """Raises if the constructor of a trainer does not accept its arguments."""
     name, owner, where = _constructor_of(trainer_class)
     if where is None:
         return
@@ -33,7 +34,7 @@ def check_constructor(trainer_class: type) -> None:
 
 
 def reject_missing_context(trainer_class: type) -> NoReturn:
-    """Raises for a trainer that was constructed directly, or whose constructor does not pass `**rest` on."""
+    """Raises for a trainer that was constructed directly, or whose constructor does not pass on `**rest`."""
     name, _, where = _constructor_of(trainer_class)
     raise TrainwrightError(
         f"{name} was constructed without its context. Construct it with build_trainer(config, {name}), and pass "
@@ -55,7 +56,7 @@ def reject_unknown_arguments(trainer_class: type, arguments: Iterable[str]) -> N
 def check_constructed(trainer: object, attribute: str) -> None:
     """Raises if an attribute is missing because a user constructor has not called `super().__init__` yet."""
     if "context" in vars(trainer) or attribute.startswith("__"):
-        return  # complete; Python may look up a dunder of an object that is being copied
+        return  # complete; Python may look up a special method of an object that is being copied
     name, owner, where = _constructor_of(type(trainer))
     if where is not None:
         raise TrainwrightError(

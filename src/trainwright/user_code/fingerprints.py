@@ -1,10 +1,10 @@
-"""Detects edits of user code between two starts of a run: a hash of a function or a class and of all that it uses.
+"""Detects edits of user code between two starts of a run, by a hash of a function or a class and the code that it uses.
 
 The hash covers the source of the function, or of the methods of the class, and of user functions and classes that these
 refer to by name (a loss function, a block of a model), recursively, and numbers outside of it that it reads.
-Comments, docstrings and formatting do not count; neither do the values of other variables, nor code of installed
-packages. A function without source, defined by `exec`, and a lambda, whose source is a whole statement, are compared by
-their bytecode. Imports no torch.
+Comments, docstrings, formatting, the values of other variables and code of installed packages do not count. A function
+without source, defined by `exec`, and a lambda, whose source is a whole statement, are compared by their bytecode.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIGITS = 12
 
 
 def fingerprint(*targets: Any) -> str:
-    """Returns a hash of the code of functions, classes or objects, of which the class counts."""
+    """Returns a hash of the code of functions, classes or objects; for objects, of their class."""
     seen: set[int] = set()
     texts = [text for target in targets for text in _texts(target, seen)]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:_DIGITS]
@@ -39,7 +39,7 @@ def is_users(target: Any) -> bool:
     named = {file for file in files if not file.startswith("<")}
     if named:
         return any(map(is_user_file, named))
-    # Defined by `exec`, as the methods of a dataclass and of a namedtuple are.
+    # Defined by `exec`, like the methods of a dataclass and of a namedtuple.
     module_file = getattr(sys.modules.get(target.__module__), "__file__", None)
     return bool(files) and (module_file is None or is_user_file(module_file))
 
@@ -94,7 +94,7 @@ def _functions_of(kind: type) -> Iterator[FunctionType]:
 
 
 def _code_text(function: FunctionType) -> str:
-    """Returns the source of a function without comments, docstrings and formatting, or else its bytecode."""
+    """Returns the source of a function without comments, docstrings and formatting, or otherwise its bytecode."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError, ValueError):

@@ -53,7 +53,7 @@ def is_standard_library(target: Any) -> bool:
         return False
     if str(name).partition(".")[0] not in sys.stdlib_module_names:
         return False
-    # A file of the user may have the name of a module that Python has, such as code.py.
+    # A user's file may have the name of a standard module, such as code.py.
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is None or (Path(file).is_relative_to(_STANDARD_LIBRARY) and "site-packages" not in file)
 
@@ -104,7 +104,7 @@ def name_of(target: Any) -> str:
 def describe_method(function: Any) -> str:
     """Returns the class and name of a method, or the name of a function, with its location: `Info.after_step (f.py:3)`.
 
-    A function that calls a user's has that one as its attribute `user_function`.
+    A function that calls a user's function has it as the attribute `user_function`.
     """
     while hasattr(function, "user_function"):
         function = function.user_function
@@ -114,7 +114,7 @@ def describe_method(function: Any) -> str:
 
 
 def parameters_of(target: Any) -> Mapping[str, inspect.Parameter] | None:
-    """Returns the parameters of a function or class by name; None where Python has no signature, as for a builtin."""
+    """Returns the parameters of a function or class by name; None if Python has no signature, as for a builtin."""
     try:
         return inspect.signature(target).parameters
     except (TypeError, ValueError):
@@ -139,7 +139,7 @@ def definition_of(target: Any) -> tuple[str, int] | None:
 
 
 def location_of(target: Any) -> str | None:
-    """Returns `file:line` of the definition of a function or class; None where Python has no source."""
+    """Returns `file:line` of the definition of a function or class; None if Python has no source."""
     found = definition_of(target)
     return None if found is None else f"{found[0]}:{found[1]}"
 
@@ -154,14 +154,14 @@ def caller() -> str | None:
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """A source line: `file:line`, its text, and which characters of it a message is about."""
+    """A source line: `file:line`, its text, and the characters that a message refers to."""
 
     file: str
-    """As shown: relative to the current folder where that is shorter."""
+    """The displayed path: relative to the current folder if that is shorter."""
     line: int
     """From 1; 0 for an override on the command line, which has no lines."""
     text: str = ""
-    """The source line without its newline; empty where it cannot be read."""
+    """The source line without its newline; empty if it cannot be read."""
     columns: tuple[int, int] | None = None
     """The first character to mark and the one after the last; None: the whole line."""
 
@@ -175,7 +175,7 @@ def line_of_frame(frame: FrameType) -> SourceLocation:
 
 
 def line_of_traceback(error: BaseException, users: UserFiles) -> SourceLocation | None:
-    """Returns the innermost line of user code in an exception's traceback; None where there is none."""
+    """Returns the innermost line of user code in an exception's traceback; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         start = max((error.offset or 1) - 1, 0)
         columns = (start, max(start + 1, (error.end_offset or 0) - 1)) if error.offset else None
@@ -191,7 +191,7 @@ def line_of_traceback(error: BaseException, users: UserFiles) -> SourceLocation 
 def line_of_function(
     function: Callable[..., Any], users: UserFiles, parameters: Sequence[str] = ()
 ) -> SourceLocation | None:
-    """Returns the line of a user function's parameter, of the first one that it has, or of its `def`."""
+    """Returns the line of the first of these parameters that a user function has, or of its `def`."""
     code = users.code_of(function)
     if code is None:
         return None
@@ -205,7 +205,7 @@ def line_of_function(
 
 
 def line_of_return(function: Callable[..., Any], users: UserFiles) -> SourceLocation | None:
-    """Returns the only `return` of a user function, or its `def` line where it has none or several."""
+    """Returns the only `return` of a user function, or its `def` line if it has none or several."""
     code = users.code_of(function)
     definition = None if code is None else _definition(code)
     if code is None or definition is None:
@@ -235,7 +235,7 @@ def line_of_attribute(owner: type, name: str, users: UserFiles) -> SourceLocatio
 
 
 def parse_file(file: str) -> ast.Module:
-    """Returns the syntax tree of a file; an empty one where it cannot be read."""
+    """Returns the syntax tree of a file; an empty one if it cannot be read."""
     try:
         return ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
@@ -243,13 +243,13 @@ def parse_file(file: str) -> ast.Module:
 
 
 def source_line(file: str, line: int) -> str:
-    """Returns a line of a file without its newline; empty where there is none."""
+    """Returns a line of a file without its newline; empty if there is none."""
     linecache.checkcache(file)
     return linecache.getline(file, line).rstrip("\n")
 
 
 def find_word(text: str, words: Iterable[str]) -> tuple[int, int] | None:
-    """Returns the columns of the first of the words that a line has, outside of a comment; None for none of them."""
+    """Returns the columns of the first of these words in a line, outside of a comment; None if it has none of them."""
     body = text.partition(" #")[0]
     for word in words:
         found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", body) if word else None

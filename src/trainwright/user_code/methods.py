@@ -1,7 +1,7 @@
 """Checks the methods of user trainers and hooks before anything is built.
 
-Python ignores `def run_step` where the loop calls `train_step`. Misspelled names and names of other frameworks raise
-here with the file and line.
+Python does not report `def run_step` although the loop calls `train_step`. Misspelled names and names of other
+frameworks raise here with the file and line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TRAINER_METHODS_ELSEWHERE: Mapping[str, str] = {
     "build_train_loader": "build_train_data",
     "build_test_loader": "build_eval_data",
 }
-"""Methods of trainers in other frameworks, and the names that they have here."""
+"""Methods of trainers in other frameworks, and their names in this package."""
 
 ALTERNATIVES: Mapping[str, str] = {
     "eval_reduce": "Override aggregate_logs(state, outputs) of a Task, and name it in the config: task",
@@ -87,7 +87,7 @@ ALTERNATIVES: Mapping[str, str] = {
         "Override build_optimizers(cls, build, model), a class method",
     ),
 }
-"""Methods of trainers in other frameworks that have no counterpart here, and what to do instead."""
+"""Methods of trainers in other frameworks without a counterpart here, with advice."""
 
 TASK_METHODS_ELSEWHERE: Mapping[str, str] = {
     "build_inputs": "Override build_dataset(split)",
@@ -104,7 +104,7 @@ TASK_METHODS_ELSEWHERE: Mapping[str, str] = {
     "initialize": "Load weights with model.pretrained, or in build_model()",
     "create_optimizer": "Name the optimizer in the config: trainer.optimizer",
 }
-"""Methods of tasks in other frameworks, and what to do instead."""
+"""Methods of tasks in other frameworks, with advice."""
 
 HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("on_train_begin", "on_train_start", "on_fit_start", "before_run"), "before_train"),
@@ -118,7 +118,7 @@ HOOK_METHODS_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("on_save", "on_save_checkpoint", "after_save_checkpoint"), "after_save"),
     **dict.fromkeys(("on_exception", "on_error"), "close"),
 }
-"""Events of hooks in other frameworks, and the names that they have here."""
+"""Events of hooks in other frameworks, and their names in this package."""
 
 _STAGED_EVENTS = {"setup": "before_train", "teardown": "close"}
 """Events that a hook of Lightning has with a parameter `stage`; anybody may use their names."""
@@ -166,8 +166,8 @@ _MIN_SIMILARITY = 0.85
 def reject_wrong_methods(trainer_class: type, contract: type) -> None:
     """Rejects methods of a user trainer that are misspelled, named as in other frameworks, or not class methods.
 
-    `contract` is Trainer itself. A name of another framework is accepted if the trainer overrides our method as well,
-    or calls it.
+    `contract` is Trainer itself. A name of another framework is accepted if the trainer also overrides this package's
+    method, or calls it.
     """
     builders = [name for name in vars(contract) if name.startswith("build_")]
     for owner, name, method in _user_methods(trainer_class, contract):
@@ -265,7 +265,7 @@ def reject_half_state(kind: type, contract: type) -> None:
     ]
     if len(own) == 1:
         missing = "load_state_dict(self, state)" if own == ["state_dict"] else "state_dict(self)"
-        effect = "what it returns is saved, but never restored" if own == ["state_dict"] else "nothing is saved for it"
+        effect = "its result is saved, but never restored" if own == ["state_dict"] else "nothing is saved for it"
         raise ConfigError(
             f"{kind.__name__} defines {own[0]}, but not {missing.partition('(')[0]}: {effect}. Define {missing} too.",
             where=location_of(getattr(kind, own[0])),

@@ -20,7 +20,7 @@ _MUTATING_METHODS = (
 
 
 def line_of_change(name: str, kinds: Iterable[type]) -> SourceLocation | None:
-    """Returns the line in the files of these classes that changes the value `name`; None where none is found.
+    """Returns the line in the files of these classes that changes the value `name`; None if none is found.
 
     `name` is the path of a fingerprint, such as Net.count, Net.seen[3] or mine.calls.
     """

@@ -1,4 +1,4 @@
-"""Checks that a user function accepts the arguments that it gets, before Python raises a TypeError."""
+"""Checks that a user function accepts its arguments, before Python raises a TypeError."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reject_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None
 
 
 def reject_wrong_call(function: Any, arguments: Sequence[str], *, role: str) -> None:
-    """Rejects what is not a function, or does not accept these arguments in this order.
+    """Rejects an object that is not a function, or does not accept these arguments in this order.
 
     `role` says where it was passed, such as `forward_step_function` or `a hook's after_eval`.
     """

@@ -37,7 +37,7 @@ _QUIET_SECONDS = 60.0  # a run that wrote within this time, or within three of i
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The state of a run, as the files in its folder show it."""
+    """The state of a run, determined from the files in its folder."""
 
     name: str
     state: str
@@ -54,7 +54,7 @@ class RunSummary:
 def find_runs(folder: Path, depth: int = 0) -> Iterator[Path]:
     """Yields the run folders at and below `folder`: those with a config, metrics or checkpoints.
 
-    Folders that this user may not read are left out.
+    Folders that this user cannot read are omitted.
     """
     # Not Path.exists and Path.is_dir, which raise PermissionError.
     if any(os.path.exists(folder / name) for name in (CONFIG_FILE, METRICS_FILE, CHECKPOINTS)):  # noqa: PTH110
@@ -193,7 +193,7 @@ def _read_last(path: Path) -> tuple[int | None, float | None, float | None]:
 def open_regular(path: Path) -> BinaryIO:
     """Opens a regular file to read it.
 
-    Raises OSError for a link, which may point anywhere, and for a device or a pipe, which may block or have no end.
+    Raises OSError for a link, which may point anywhere, and for a device or a pipe, which may block or be endless.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -223,7 +223,7 @@ def lines_from_end(path: Path) -> Iterator[bytes]:
 
 
 def _last_write(path: Path) -> float | None:
-    # Not the time of the folder itself, which changes with any other file in it.
+    # Not the time of the folder itself, which changes with other files.
     times = []
     for name in (METRICS_FILE, LOG_FILE, CHECKPOINTS, CONFIG_FILE):
         with suppress(OSError):  # missing, or deleted in the meantime

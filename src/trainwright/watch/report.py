@@ -1,4 +1,4 @@
-"""Writes report.html of a run, one file with everything in it, and a text in Markdown for a pull request.
+"""Writes report.html of a run, a self-contained file, and a text in Markdown for a pull request.
 
 The curves are drawn by the live page's plot.js, and by curves.py for browsers without JavaScript. A run writes its
 report when it ends; `trainwright report` writes it at any time.
@@ -196,7 +196,7 @@ def _curves_json(facts: _Facts) -> str:
     shown = _shown_curves(facts)
     names = [each["name"] for each in shown]
     known = {safe(name): name for name in facts.run.names()}
-    # Short curves leave room for long ones.
+    # Short curves leave space for long ones.
     counts = sorted(len(facts.run.curve(known[name]).steps) for name in names)
     room, points = _CURVE_BYTES // 24, 1200
     for number_left, count in zip(range(len(counts), 0, -1), counts, strict=True):
@@ -348,5 +348,5 @@ def _text(value: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Returns text as a code span in a table of Markdown, in which nothing else has a meaning."""
+    """Returns text as a code span in a Markdown table, which disables all other markup."""
     return "`" + safe(text).replace("`", "'").replace("|", "\\|").replace("\n", " ")[:300] + "`"

@@ -1,6 +1,6 @@
 """Reads one run folder for a page: its state, curves, marks, media, settings and log.
 
-Files are read again when they have changed, and never written. They may be missing, damaged or deleted at any time, and
+Files are read again after changes, and never written. They may be missing, damaged or deleted at any time, and
 may have been written by others: a file that cannot be read is empty, and nothing outside of the run folder is opened.
 """
 
@@ -52,7 +52,7 @@ SYSTEM_PREFIX = "system/"
 """Before the names of system.json, such as `system/memory`."""
 
 _INLINE_BYTES = 2**21
-"""So much of metrics.json is read within a request; more is read by a thread, and meanwhile a sample is shown."""
+"""The amount of metrics.json that is read within a request; more is read by a thread, while a sample is shown."""
 _MAX_FILE = 2**22  # of a small file
 _MAX_SYSTEM_FILE = 2**25  # of system.json: a line per minute for three months
 _MAX_LOG = 2**17  # of the log per request
@@ -82,7 +82,7 @@ class System:
 
 
 class Loader:
-    """A thread that reads long files, one after the other, block by block."""
+    """A thread that reads long files in order, block by block."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Callable[[], bool]] = SimpleQueue()
@@ -204,7 +204,7 @@ class RunReader:
     # Curves.
 
     def load(self, loader: Loader | None = None) -> None:
-        """Reads the new lines of metrics.json. The loader reads a long file, of which a sample is shown meanwhile."""
+        """Reads the new lines of metrics.json. The loader reads a long file, while a sample of it is shown."""
         with self._lock:
             if self._loading is not None:
                 return
@@ -362,7 +362,7 @@ class RunReader:
         if begin and begin != offset:
             begin += content.find(b"\n") + 1
             content = content[content.find(b"\n") + 1 :]
-        content = content[: content.rfind(b"\n") + 1]  # a line that is being written comes later
+        content = content[: content.rfind(b"\n") + 1]  # an incomplete line is read later
         text = safe(content.decode("utf-8", errors="replace"))
         return {"text": text, "offset": begin + len(content), "begins": begin}
 
@@ -373,7 +373,8 @@ class RunReader:
         return self.path.resolve()
 
     def _inside(self, name: str) -> Path | None:
-        """Returns the path of a file; None if a link leads out of the run folder, which others may have written."""
+        """Returns the path of a file; None if a link points outside of the run folder, which others may have
+        written."""
         path = self.path / name
         return path if path.resolve().is_relative_to(self._real_path) else None
 
@@ -419,7 +420,7 @@ class RunReader:
 
 
 def read_system(text: str) -> System:
-    """Returns the contents of system.json. Lines of steps that a later process has repeated are left out."""
+    """Returns the contents of system.json. Lines of steps that a later process has repeated are omitted."""
     starts: list[tuple[int, float]] = []
     lines: list[tuple[int, float, dict[str, float]]] = []
     process_start, base = 0.0, 0.0

@@ -1,8 +1,9 @@
-"""Reads metrics.json as it grows: each name is a curve of (step, value), of which a page gets a few hundred points.
+"""Reads metrics.json while it grows: each name is a curve of (step, value), of which a page receives a few hundred
+points.
 
 A `MetricsFile` keeps the position up to which it has read. Damaged lines are skipped, a half-written one is read when
-it is complete, and a file that was replaced or truncated (resume, --fresh) is read from its start. `Curve` has what a
-page draws: extremes per pixel, and a moving mean.
+it is complete, and a file that was replaced or truncated (resume, --fresh) is read from its start. `Curve` computes the
+data of a plot: extremes per pixel, and a moving mean.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trainwright.writers.curves import kept_indices
 BLOCK = 2**16
 """The bytes that are parsed at once: a millisecond or two, in which no request is answered."""
 MAX_NAMES = 1000
-"""Further names of a run are left out."""
+"""Further names of a run are ignored."""
 _MAX_TEXTS = 100  # the newest per name
 _MAX_TEXT = 20_000  # characters
 _TAIL = 64  # bytes before the position, which are compared to detect another file with the same inode
@@ -48,7 +49,7 @@ class Curve:
         return Curve(self.steps[first:last], self.values[first:last])
 
     def decimate(self, max_points: int) -> Curve:
-        """Returns at most about so many points that draw the same curve."""
+        """Returns about this many points at most, which draw the same curve."""
         kept = kept_indices(self.values, max_points)
         return Curve(self.steps[kept], self.values[kept])
 
@@ -58,12 +59,12 @@ class Curve:
         is_finite = np.isfinite(self.values)
         if not radius or not is_finite.any():
             return self
-        # Relative to the mean: a sum of large values would lose the digits of small differences.
+        # Relative to the mean, because a sum of large values would lose the precision of small differences.
         center = float(self.values[is_finite].mean())
         totals = np.concatenate([[0.0], np.cumsum(np.where(is_finite, self.values - center, 0.0))])
         counts = np.concatenate([[0], np.cumsum(is_finite)])
         index = np.arange(len(self.values))
-        # Symmetric also at the ends: a window that is cut on one side would bend the curve there.
+        # Symmetric also at the ends, because a window that is truncated on one side would bend the curve there.
         half = np.minimum(np.minimum(index, len(index) - 1 - index), radius)
         number = counts[index + half + 1] - counts[index - half]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -112,7 +113,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.is_sample = False
-        """True if it has a few lines of the whole file only."""
+        """True if it has only a few lines of the whole file."""
         self._lock = threading.RLock()
         self._reset()
 
@@ -134,7 +135,7 @@ class MetricsFile:
             return sum(table.num_lines * (1 + len(names)) for names, table in self._tables.items())
 
     def unread_bytes(self) -> int:
-        """Returns how much `update` would read; the whole file if it was replaced."""
+        """Returns the number of bytes that `update` would read; the whole file if it was replaced."""
         try:
             status = self.path.stat()
         except OSError:
@@ -143,7 +144,7 @@ class MetricsFile:
         return status.st_size - (self._position if is_continued else 0)
 
     def update(self, *, max_bytes: int | None = None) -> bool:
-        """Reads what was added, at most about `max_bytes`; returns True if there is more."""
+        """Reads appended lines, at most about `max_bytes`; returns True if there is more."""
         with self._lock:
             try:
                 with open_regular(self.path) as file:
@@ -255,7 +256,8 @@ class MetricsFile:
             self._texts.setdefault(name, deque(maxlen=_MAX_TEXTS)).append((step, text[:_MAX_TEXT]))
 
     def curve(self, name: str) -> Curve:
-        """Returns the curve of a name; empty if there is none. Of several lines with a step, the last one counts."""
+        """Returns the curve of a name; empty if there is none. If several lines have the same step, the last one
+        counts."""
         with self._lock:
             if name not in self._merged:
                 found = [

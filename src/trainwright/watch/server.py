@@ -56,7 +56,7 @@ _READ_SECONDS = 30
 _LEAST_COMPRESSED = 2000  # bytes
 
 
-class RequestError(Exception):
+class HttpError(Exception):
     """A request that is answered with an error."""
 
     def __init__(self, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
@@ -65,7 +65,7 @@ class RequestError(Exception):
 
 
 class Runs:
-    """The runs that are below a folder at present."""
+    """The runs that are currently below a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ class Runs:
         try:
             return self.readers()[name]
         except KeyError:
-            raise RequestError(f"There is no run {safe(name)[:200]}.", HTTPStatus.NOT_FOUND) from None
+            raise HttpError(f"There is no run {safe(name)[:200]}.", HTTPStatus.NOT_FOUND) from None
 
     def list(self) -> list[dict[str, Any]]:
         """Returns the state of each run, the last written first."""
@@ -123,8 +123,8 @@ class Runs:
 def make_server(folder: Path, *, host: str = "127.0.0.1", port: int = 8080, token: str | None = None) -> HTTPServer:
     """Returns a server that listens on a port, 0 for a free one; `serve_forever` answers its requests.
 
-    Clients need the token if there is one; without one only programs of this machine are answered, and `host` must be
-    an address of this machine alone.
+    Clients need the token if there is one; without a token, only programs of this machine are answered, and `host` must
+    be a local address.
     """
     check_access(host, token)
 
@@ -162,23 +162,23 @@ class _Handler(BaseHTTPRequestHandler):
             elif url.path == "/image":
                 content = self.runs[query.get("run", "")].image(query.get("file", ""))
                 if content is None:
-                    raise RequestError("There is no image of this name.", HTTPStatus.NOT_FOUND)
+                    raise HttpError("There is no image of this name.", HTTPStatus.NOT_FOUND)
                 self._send(content, "image/png")
             elif url.path in _ANSWERS:
                 self._send(_ANSWERS[url.path](self.runs, query).encode(), "application/json")
             else:
-                raise RequestError(f"There is no {safe(url.path)[:200]}.", HTTPStatus.NOT_FOUND)
-        except RequestError as error:
+                raise HttpError(f"There is no {safe(url.path)[:200]}.", HTTPStatus.NOT_FOUND)
+        except HttpError as error:
             self._send_error(error)
         except (BrokenPipeError, ConnectionError, TimeoutError):
             self.close_connection = True
         except Exception as error:
             logger.exception("The request failed.")
             with suppress(OSError):
-                self._send_error(RequestError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR))
+                self._send_error(HttpError(f"{type(error).__name__}: {error}", HTTPStatus.INTERNAL_SERVER_ERROR))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing: a page sends requests all the time."""
+        """Logs nothing, because a page sends requests continuously."""
 
     def _answer_token(self, path: str, query: dict[str, str]) -> bool:
         """Answers a URL that has the token with a cookie and a redirect to the URL without it, which can be shared."""
@@ -195,10 +195,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_access(self) -> None:
         if self.headers.get("Sec-Fetch-Site") == "cross-site" and self.headers.get("Sec-Fetch-Mode") != "navigate":
-            raise RequestError("Other websites may not use this page.", HTTPStatus.FORBIDDEN)
+            raise HttpError("Other websites may not use this page.", HTTPStatus.FORBIDDEN)
         if self.token is None:
             if not is_loopback(self.headers.get("Host", "")):
-                raise RequestError(
+                raise HttpError(
                     "The Host header is not this machine. Use http://127.0.0.1, or start with --token.",
                     HTTPStatus.FORBIDDEN,
                 )
@@ -208,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
             cookies = SimpleCookie(self.headers.get("Cookie", ""))
             given += [cookies[self.cookie].value] if self.cookie in cookies else []
         if not any(is_token(each, self.token) for each in given):
-            raise RequestError(
+            raise HttpError(
                 "The token is missing or wrong. Open the URL that trainwright watch has printed, which has ?token=….",
                 HTTPStatus.UNAUTHORIZED,
             )
@@ -235,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _send_error(self, error: RequestError) -> None:
+    def _send_error(self, error: HttpError) -> None:
         self._send(json.dumps({"error": str(error)}).encode(), "application/json", error.status)
 
     def _send_security_headers(self) -> None:
@@ -251,7 +251,7 @@ def _list_runs(runs: Runs, query: Mapping[str, str]) -> str:
 
 
 def _describe_runs(runs: Runs, query: Mapping[str, str]) -> str:
-    """Answers what a page needs to lay out the curves of some runs."""
+    """Answers with the data for the layout of the curves of some runs."""
     return json_text({run.name: run.describe(runs.loader) for run in _chosen(runs, query)})
 
 
@@ -324,7 +324,7 @@ _ANSWERS: Mapping[str, Callable[[Runs, Mapping[str, str]], str]] = {
 
 
 def _chosen(runs: Runs, query: Mapping[str, str]) -> list[RunReader]:
-    """Returns the runs that a request names; those that were deleted in the meantime are left out."""
+    """Returns the runs that a request names, without those that were deleted in the meantime."""
     known = runs.readers()
     return [known[name] for name in dict.fromkeys(_texts(query, "runs")) if name in known]
 
@@ -335,7 +335,7 @@ def _texts(query: Mapping[str, str], name: str) -> list[str]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise RequestError(f"{name} is not a JSON list of texts.")
+        raise HttpError(f"{name} is not a JSON list of texts.")
     return found
 
 
@@ -347,5 +347,5 @@ def _number(query: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         value = float("nan")
     if not np.isfinite(value):
-        raise RequestError(f"{name} is not a number.")
+        raise HttpError(f"{name} is not a number.")
     return value

@@ -37,7 +37,7 @@ class BenchmarkResult:
 
 
 def results_folder(run_folder: Path, step: int, weights: str | None = None) -> Path:
-    """Returns the folder of the results of a step; `weights` are those that were selected for an evaluation."""
+    """Returns the folder of the results of a step; `weights` are those selected for an evaluation."""
     return run_folder / FOLDER / (f"step-{step:08d}" + (f"-{weights}" if weights else ""))
 
 

@@ -1,6 +1,6 @@
 """Shows the run: a panel (panel.py) or one live line in a terminal, one display in a notebook, otherwise plain lines.
 
-Silent where the package's log level is above INFO (`-q`).
+Silent if the package's log level is above INFO (`-q`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from trainwright.writers.panel import MIN_COLUMNS, MIN_ROWS, Panel
 from trainwright.writers.writer import RunInfo, Writer
 
 _PANEL_SECONDS, _LINE_SECONDS = 0.5, 0.1
-"""The least time between two drawings: the panel takes about four milliseconds, the line half a millisecond."""
+"""The minimum time between two drawings; the panel takes about four milliseconds, the line half a millisecond."""
 
 _CLOCK_SECONDS, _QUIET_SECONDS = 1.0, 1.0
-"""How often the clock is drawn while no line comes, and after how long without one: together at most two seconds."""
+"""How often the clock is drawn if there is no line, and after how long; together at most two seconds."""
 
 
 class ConsoleWriter(Writer):
@@ -72,7 +72,7 @@ class ConsoleWriter(Writer):
         self._name = ""
 
     def begin(self, run: RunInfo) -> None:
-        """Reads the curves of the steps that a resumed run has made before."""
+        """Reads the curves of the earlier steps of a resumed run."""
         self._name, self._start = run.name, time.monotonic()
         curves: Mapping[str, Points] = {}
         is_panel = self._display is None and self._terminal() is not None
@@ -185,7 +185,7 @@ class ConsoleWriter(Writer):
             self._show_progress(is_due=True)
 
     def _show_clock(self) -> None:
-        """Shows, in a thread of its own, that a run whose next line takes long is in progress."""
+        """Shows, in a separate thread, that a run whose next line takes long is in progress."""
         while not self._has_closed.wait(_CLOCK_SECONDS):
             with self._lock:
                 status = self._quiet_status()
@@ -240,7 +240,7 @@ class ConsoleWriter(Writer):
             self._drawn = now
 
     def _draw_late(self) -> None:
-        """Draws values that came too soon after a drawing, in the timer's thread."""
+        """Draws values that arrived too soon after a drawing, in the timer's thread."""
         with self._lock:
             self._timer = None
             if self._rows is not None:
@@ -269,7 +269,7 @@ class ConsoleWriter(Writer):
             self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=is_redirected)
             self._live.start()
         phase = self._phase
-        # In front: the end of a line that is too long is cut.
+        # In front, because the end of a line that is too long is truncated.
         text = self._text if phase is None else f"{phase.line(self._console.width // 2)}  {self._text}"
         self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=is_due)
 

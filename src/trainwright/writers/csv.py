@@ -17,7 +17,7 @@ FILE_NAME = "metrics.csv"
 class CsvWriter(Writer):
     """Appends the numbers of each log line to `metrics.csv` in the run folder; cells without a value are empty.
 
-    A resumed run first drops the rows after its checkpoint, as it does in metrics.json.
+    A resumed run first removes the rows after its checkpoint, as in metrics.json.
     """
 
     stores = ()
@@ -27,7 +27,7 @@ class CsvWriter(Writer):
         self._names: list[str] = []
 
     def begin(self, run: RunInfo) -> None:
-        """Drops rows after the step from which the run continues, and an incomplete one."""
+        """Removes rows after the step from which the run continues, and an incomplete row."""
         if not self.path.exists():
             return
         text = self.path.read_bytes().decode("utf-8", errors="replace")
@@ -59,7 +59,7 @@ class CsvWriter(Writer):
             return list(csv.reader(file))[1:]
 
     def _rewrite(self, rows: list[list[str]]) -> None:
-        """Replaces the file, at once: a kill leaves the old one or the new one."""
+        """Replaces the file atomically: a kill leaves the old or the new one."""
         replacement = self.path.with_suffix(".csv.part")
         with replacement.open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([self._names, *rows])

@@ -36,8 +36,8 @@ _LETTER = 6.2
 def decimate(points: Points, max_points: int) -> list[tuple[float, float]]:
     """Returns at most about `max_points` points that draw the same curve: the extremes of each interval of points.
 
-    The first and the last point stay, and of each interval the smallest and the largest value and one value that is not
-    finite, at which the curve has a gap.
+    Keeps the first and the last point, and of each interval the smallest and the largest value and one value that is
+    not finite, at which the curve has a gap.
 
     >>> decimate([(step, step % 10) for step in range(1000)], 4)
     [(0, 0), (9, 9), (500, 0), (509, 9), (999, 9)]
@@ -183,7 +183,8 @@ def count_text(value: float) -> str:
 
 
 def better_mode(name: str, keep_best: KeepBest | None = None) -> str | None:
-    """Returns whether the best value of a metric is its "min" or "max", by its name or the run's policy; else None.
+    """Returns whether the best value of a metric is its "min" or "max", by its name or the run's policy; None if
+    unknown.
 
     >>> better_mode("valid/loss"), better_mode("valid/accuracy"), better_mode("grad_norm")
     ('min', 'max', None)
@@ -235,7 +236,7 @@ def save_rate_plot(
     axes.set_xscale("log")
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss")
-    # The last losses before the end are so large that the rest would be a line along the axis.
+    # The last losses are so large that the others would be a line along the axis.
     smoothed = list(curves.values())[-1]
     lowest, first = min(smoothed), smoothed[0]
     margin = max(first - lowest, 0.1 * abs(first), 1e-12)

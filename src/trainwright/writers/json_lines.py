@@ -33,7 +33,7 @@ class JsonLinesWriter(Writer):
         self._system: SystemLog | None = None
 
     def begin(self, run: RunInfo) -> None:
-        """Notes the device; no file is created before the first line."""
+        """Stores the device; no file is created before the first line."""
         if run.backend is not None:
             self._system = SystemLog(self.path.parent, run.backend, step=run.step)
 
@@ -64,7 +64,7 @@ class JsonLinesWriter(Writer):
 
 
 def cut_back(folder: Path, last_step: int) -> None:
-    """Drops lines and media after `last_step` and an incomplete line: a resumed run writes them again."""
+    """Removes lines and media after `last_step` and an incomplete line, because a resumed run writes them again."""
     cut_back_media(folder, last_step)
     path = folder / FILE_NAME
     if not path.exists():

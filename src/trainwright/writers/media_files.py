@@ -27,7 +27,7 @@ INDEX_FILE = "index.json"
 MAX_SIDE = 512
 """Larger images are reduced by a whole factor."""
 MAX_STEPS_PER_NAME = 60
-"""When a name has more, every second of its steps is dropped: what stays covers the whole run."""
+"""If a name has more, every second of its steps is dropped, so the remaining ones cover the whole run."""
 MAX_NAMES = 64
 """Further names are dropped with a warning."""
 MAX_BYTES = 64 * 2**20
@@ -37,7 +37,7 @@ _COLOR_TYPES = {1: 0, 3: 2, 4: 6}  # of PNG, by the number of channels
 
 
 class MediaFiles:
-    """The files of one run. A full disk costs images, not the run."""
+    """The files of one run. A full disk loses images, but does not end the run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / MEDIA_FOLDER
@@ -90,7 +90,7 @@ class MediaFiles:
 
 
 def thin(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the entries that the limits permit, in order. The first and the last step of each name stay."""
+    """Returns the entries that the limits permit, in order. The first and the last step of each name are kept."""
     kept = list(entries)
     while True:
         by_name: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -109,7 +109,7 @@ def thin(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cut_back_media(folder: Path, last_step: int) -> None:
-    """Drops what was put after `last_step`: a resumed run writes it again."""
+    """Removes media after `last_step`, because a resumed run writes them again."""
     media = folder / MEDIA_FOLDER
     if not (media / INDEX_FILE).exists():
         return
@@ -121,7 +121,7 @@ def cut_back_media(folder: Path, last_step: int) -> None:
 
 
 def read_index(path: Path) -> list[dict[str, Any]]:
-    """Returns the entries of an index; lines that are damaged or incomplete are left out."""
+    """Returns the entries of an index, without lines that are damaged or incomplete."""
     entries = []
     try:
         lines = path.read_text("utf-8", errors="replace").splitlines()
@@ -143,7 +143,7 @@ def shrink(pixels: np.ndarray) -> np.ndarray:
     if factor == 1:
         return pixels
     height, width, channels = pixels.shape
-    # A side that is shorter than a block, as of a stripe, is one block.
+    # A side that is shorter than a block is one block.
     rows, columns = min(factor, height), min(factor, width)
     whole = pixels[: height // rows * rows, : width // columns * columns]
     blocks = whole.reshape(height // rows, rows, width // columns, columns, channels)

@@ -26,7 +26,7 @@ class MlflowWriter(Tracker):
 
     The MLflow run has the tag `trainwright.run_id`, by which it is found again when training resumes. The variables
     MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and MLFLOW_RUN_ID apply where an argument is not given. A run that the
-    program has opened with `mlflow.start_run()` is used and left open. A param cannot be changed: a setting that
+    program has opened with `mlflow.start_run()` is used and left open. A param cannot be changed, so a setting that
     changes later becomes a tag.
     """
 
@@ -48,7 +48,7 @@ class MlflowWriter(Tracker):
         self._active: str | None = None
 
     def begin(self, run: RunInfo) -> None:
-        """Notes the run that the program has opened, which belongs to its thread, and starts the writer's thread."""
+        """Stores the run that the program has opened, which belongs to its thread, and starts the writer's thread."""
         active = mlflow.active_run()
         self._active = None if active is None else active.info.run_id
         super().begin(run)

@@ -16,7 +16,7 @@ from trainwright.safe_text import safe
 from trainwright.writers.curves import Points, curve_svg, decimate
 
 MIN_SECONDS = 0.5
-"""Seconds between two updates of the display: each is sent to the browser and stored in the notebook."""
+"""Seconds between two updates of the display; each update is sent to the browser and stored in the notebook."""
 
 SPEEDS = ("tokens_per_second", "samples_per_second")
 HIDDEN = frozenset({"step", "seconds_per_step", *SPEEDS})
@@ -36,7 +36,7 @@ class NotebookDisplay:
         self._pending: tuple[str, str] | None = None
 
     def show(self, html: str, text: str) -> None:
-        """Shows a page, at most every MIN_SECONDS: a later call or `close` shows what was left out."""
+        """Shows a page, at most every MIN_SECONDS; a later call or `close` shows a skipped one."""
         self._pending = (html, text)
         if time.monotonic() - self._shown >= MIN_SECONDS:
             self._update()
@@ -48,7 +48,7 @@ class NotebookDisplay:
     def _update(self) -> None:
         if self._pending is None:
             return
-        display = import_module("IPython.display").display  # no dependency: a notebook has it
+        display = import_module("IPython.display").display  # not a dependency, but available in every notebook
         html, text = self._pending
         # The text is for viewers without HTML, such as a diff or the conversion to a script.
         bundle = {"text/html": html, "text/plain": text}

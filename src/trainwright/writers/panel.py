@@ -1,6 +1,6 @@
 """The panel of a run in a wide terminal: progress, the curve of the loss, current values, evaluations, last checkpoint.
 
-console.py decides whether it is shown, and gives it values. It never waits for the device.
+console.py decides whether it is shown, and passes the values. It never waits for the device.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Panel:
         return line + styled(right, _BOLD, has_colors=has_colors)
 
     def _shown_curves(self) -> dict[str, Points]:
-        """Returns the curve of the training loss, or of the first one that there is, and of the evaluations' losses."""
+        """Returns the curve of the training loss, or of the first training loss, and those of the evaluations'
+        losses."""
         curves = {name: points for name, points in self._history.curves.items() if points}
         first = "loss" if "loss" in curves else next(iter(curves), None)
         evaluated = [name for name in curves if name in self._evaluated and name != first]

@@ -1,7 +1,7 @@
-"""Writes `system.json` in the run folder: when each process of a run started, and what it used of its machine.
+"""Writes `system.json` in the run folder: the start of each process of a run, and its use of the machine.
 
 One JSON object per line, with `step` and `time` (seconds since 1970). A line with `start` begins a process: the first
-one, and each that resumed. Unlike metrics.json it is a record of what happened, so a resumed run truncates nothing.
+one, and each that resumed. Unlike metrics.json, it is a record of what happened, so a resumed run does not truncate it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MIN_SECONDS, MAX_SECONDS = 0.5, 60.0
 
 
 class SystemLog:
-    """Samples the machine at log lines, without waiting for the device. A full disk costs lines, not the run."""
+    """Samples the machine at log lines, without waiting for the device. A full disk loses lines, but does not end the
+    run."""
 
     def __init__(self, folder: Path, backend: Backend, *, step: int) -> None:
         """`step` is the last step before this process."""
@@ -70,7 +71,7 @@ def _memory(backend: Backend) -> dict[str, float]:
     """Returns bytes of main memory and of the device, and the share of time in which the device was busy."""
     host, device = host_memory.facts(), backend.memory()
     found: dict[str, float | None] = {"memory": host.in_use, "memory_available": host_memory.room()}
-    if device.reserved is not None:  # a device with memory of its own
+    if device.reserved is not None:  # a device with its own memory
         found |= {
             "device_memory": device.in_use,
             "device_memory_peak": device.peak,

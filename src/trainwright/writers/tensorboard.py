@@ -19,7 +19,7 @@ except ImportError as error:
 class TensorBoardWriter(Writer):
     """Adds the numbers, images, histograms and texts of each log line, and the settings of the run as hparams.
 
-    Opened at the first line. What an earlier process wrote after the step from which a run resumes is hidden.
+    Opened at the first line. Values that an earlier process wrote after the step from which a run resumes are hidden.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -29,7 +29,7 @@ class TensorBoardWriter(Writer):
         self._session_end: Any = None
 
     def begin(self, run: RunInfo) -> None:
-        """Notes the run; no file is created before the first line."""
+        """Stores the run; no file is created before the first line."""
         self._run = run
 
     def write(self, storage: EventStorage) -> None:
@@ -77,7 +77,7 @@ class TensorBoardWriter(Writer):
         first_step = step if self._run is None else self._run.step + 1
         events: Any = SummaryWriter(str(self.folder), purge_step=first_step)
         if self._run is not None:
-            # Not add_hparams(): it would add the metrics once more, as a run of their own.
+            # Not add_hparams(), which would add the metrics again as a separate run.
             names = [name for name, value in storage.line.items() if name != "step" and isinstance(value, Real)]
             metrics = dict.fromkeys([*names, *_evaluated_names(self._run.config)], 0.0)
             hparams: Any = summary.hparams  # untyped
@@ -88,6 +88,7 @@ class TensorBoardWriter(Writer):
 
 
 def _evaluated_names(config: RunConfig) -> list[str]:
-    """Returns the names of evaluation results that the config tells; the first line may be before an evaluation."""
+    """Returns the names of evaluation results according to the config, because the first line may precede an
+    evaluation."""
     sets = [*config.data.eval, *config.data.cut_off]
     return [f"{each}/{metric}" for each in sets for metric in ("loss", *config.evaluation.metrics)]

@@ -1,4 +1,4 @@
-"""The base of writers that send the log to a service: Weights & Biases, MLflow, Trackio, or one of your own.
+"""The base class of writers that send the log to a service: Weights & Biases, MLflow, Trackio, or your own.
 
 A service that fails, is slow or cannot be reached never stops or delays training: lines wait in a bounded queue, a
 thread of each tracker sends them, and errors are logged. A resumed run continues the run of the service: `start`
@@ -80,7 +80,7 @@ class Tracker(Writer):
         self._num_dropped = self._num_errors = 0
         self._num_bytes = _Bytes()
 
-    # For subclasses. Called in the thread; what they raise is logged.
+    # For subclasses. Called in the thread; exceptions are logged.
 
     def start(self, run: RunInfo) -> int:
         """Opens the run at the service, or continues it; returns the last step that the service has, or 0."""
@@ -100,12 +100,13 @@ class Tracker(Writer):
 
     def begin(self, run: RunInfo) -> None:
         """Starts the thread."""
-        # Arguments of the thread: that of an earlier run may still wait for its service, and must not take these lines.
+        # Arguments of the thread, because the thread of an earlier run may still wait for its service and must not
+        # consume these lines.
         self._waiting, self._is_closing = queue.Queue(MAX_WAITING), threading.Event()
         self._num_bytes = _Bytes()
         arguments = (run, self._waiting, self._is_closing, self._num_bytes)
         self._outer_error = sys.exc_info()[1]  # a program may train again after an error
-        # A daemon: a service that hangs must not keep the process alive.
+        # A daemon, because a service that hangs must not keep the process alive.
         self._thread = threading.Thread(target=self._work, args=arguments, name=f"writer-{self.service}", daemon=True)
         self._thread.start()
 
@@ -159,7 +160,7 @@ class Tracker(Writer):
         """Starts the run at the service and sends lines until `close`."""
         last_step = self._start(run, is_closing)
         if last_step is None:
-            while waiting.get() is not None:  # `close` may wait for room in the queue
+            while waiting.get() is not None:  # `close` may wait for space in the queue
                 pass
             return
         for line in _unsent_lines(run, last_step, waiting):
@@ -180,7 +181,7 @@ class Tracker(Writer):
             self._report("could not end the run", error)
 
     def _start(self, run: RunInfo, is_closing: threading.Event) -> int | None:
-        """Calls `start` until it succeeds, for the last time when the run ends; returns None if that fails too."""
+        """Calls `start` until it succeeds, for the last time at the end of the run; returns None if that fails too."""
         while True:
             is_last = is_closing.is_set()
             try:
@@ -221,7 +222,7 @@ def _texts_of(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _unsent_lines(run: RunInfo, last_step: int, waiting: queue.Queue[LogLine | None]) -> Iterator[LogLine]:
-    """Yields the lines of metrics.json that the service does not have, then those that are written."""
+    """Yields the lines of metrics.json that the service lacks, then new lines."""
     for line in _written_lines(run.folder / FILE_NAME):
         if last_step < line.step <= run.step:
             yield line

@@ -48,7 +48,7 @@ class TrackioWriter(Tracker):
             embed=False,
             **{name: value for name, value in self._arguments.items() if value is not None},
         )
-        # Trackio has no public name for the last step; a run without any starts at 0.
+        # Trackio has no public name for the last step; a run without steps starts at 0.
         next_step: int | None = getattr(self._run, "_next_step", None)
         return run.step if next_step is None else max(next_step - 1, 0)
 
@@ -69,5 +69,5 @@ class TrackioWriter(Tracker):
         self._run.log_artifact(str(path), name=words, type="run")
 
     def finish(self, *, failed: bool) -> None:
-        """Sends what is left."""
+        """Sends the remaining lines."""
         self._run.finish()

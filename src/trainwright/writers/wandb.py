@@ -57,7 +57,7 @@ class WandbWriter(Tracker):
         mode = self._mode or os.environ.get("WANDB_MODE", "online")
         if mode not in _NO_NETWORK and wandb.run is None and sys.stdin is not None and sys.stdin.isatty():
             try:
-                wandb.login(timeout=60)  # here: a thread must not read from the terminal
+                wandb.login(timeout=60)  # here, because a thread must not read from the terminal
             except Exception as error:
                 logger.warning("wandb could not log in: %s", mask_secrets(str(error)))
         super().begin(run)
@@ -69,11 +69,11 @@ class WandbWriter(Tracker):
             self._run.config.update(dict(run.settings), allow_val_change=True)
         else:
             self._run = self._open(run)
-        # Not wandb's own step, which calls of wandb.log() in user code advance.
+        # Not wandb's own step, which wandb.log() in user code advances.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step", step_sync=True)
-        # Offline nothing is known of earlier processes: each folder gets the whole history, and the newest replaces
-        # the others when they are synchronized.
+        # Offline, earlier processes are unknown, so each folder has the whole history, and the newest replaces the
+        # others when they are synchronized.
         return int(self._run.summary.get("step", 0)) if self._run.resumed else 0
 
     def send(self, line: LogLine) -> None:
@@ -107,7 +107,7 @@ class WandbWriter(Tracker):
             "config": dict(run.settings),
             "dir": os.environ.get("WANDB_DIR") or str(self._folder),
         }
-        # A short run that ends meanwhile must have time to be recorded offline.
+        # A short run that ends in the meantime must have time to be recorded offline.
         limits = {"init_timeout": self.timeout_seconds / 3, "finish_timeout": self.timeout_seconds}
         settings = wandb.Settings(**{name: value for name, value in limits.items() if hasattr(wandb.Settings(), name)})
         try:

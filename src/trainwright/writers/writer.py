@@ -1,4 +1,4 @@
-"""The contract of a writer, and what a writer is told about its run. Writers exist only on the first rank.
+"""The contract of a writer, and the facts about its run that a writer receives. Writers exist only on the first rank.
 
 A writer that uploads to a service derives from `Tracker` (tracker.py).
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run, as its writers see it."""
+    """The facts about a run for its writers."""
 
     config: RunConfig
     """The config without the credentials of URLs."""
@@ -41,7 +41,7 @@ class RunInfo:
     def settings(self) -> Mapping[str, Any]:
         """The config as flat names and plain values (`trainer.optimizer.lr`: 0.001), for a service.
 
-        Settings that are None are left out. Values of settings whose name is that of a secret (`token`, `password`) are
+        Settings that are None are omitted. Values of settings whose name is that of a secret (`token`, `password`) are
         masked.
         """
         return flat_settings(self.config.to_dict())
@@ -51,7 +51,8 @@ class Writer:
     """Receives each log line: override `write`."""
 
     stores: ClassVar[Collection[str]] = ("images", "histograms", "texts")
-    """What it writes besides numbers. The log warns of values that no writer of the run stores."""
+    """The kinds of values that it writes in addition to numbers. The log warns about values that no writer of the run
+    stores."""
 
     def begin(self, run: RunInfo) -> None:
         """Called once, before the first line."""
@@ -60,7 +61,7 @@ class Writer:
         """Called at each log line.
 
         `storage.line` is that line: `step`, then name → value. `storage.images`, `storage.histograms` and
-        `storage.texts` are what was put since the line before.
+        `storage.texts` are the values that were put since the previous line.
         """
         raise NotImplementedError(f"{type(self).__name__} must override write(storage).")
 
@@ -69,7 +70,8 @@ class Writer:
 
 
 def unstored_media(storage: EventStorage, writers: Iterable[Writer], *, warned: Collection[str]) -> set[str]:
-    """Returns which of images, histograms and texts a line has that no writer stores; warns unless in `warned`."""
+    """Returns the kinds of media (images, histograms, texts) of a line that no writer stores; warns unless in
+    `warned`."""
     writers = list(writers)
     missing = set()
     for kind in ("images", "histograms", "texts"):

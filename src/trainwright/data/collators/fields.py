@@ -1,8 +1,8 @@
-"""Names the elements of tuple samples (`data.fields`), and turns mappings of any class into dicts.
+"""Names the elements of tuple samples (`data.fields`), and converts mappings of any class to dicts.
 
-A collator may return any Mapping, such as transformers' BatchEncoding. torch's functions for nested containers see
-only the classes that are registered with them, and treat another mapping as one object: it would be neither split nor
-moved to the device. Batches are therefore converted where they are fetched.
+A collator may return any Mapping, such as transformers' BatchEncoding. torch's functions for nested containers treat a
+mapping of a class that is not registered as one object, which would be neither split nor moved to the device. Batches
+are therefore converted where they are fetched.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Collator = Callable[[list[Any]], Any]
 
 
 class NamedFields:
-    """A collator that gets each tuple as a dict with these names.
+    """A collator that receives each tuple as a dict with these names.
 
-    `has_default_names` says that the names are not set in the config: then only pairs are named, and samples that are
-    mappings already are unchanged.
+    With `has_default_names`, the names are not set in the config; only pairs are then named, and mappings are
+    unchanged.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ def is_tuple(sample: Any) -> bool:
 
 
 def plain_mappings(batch: Any) -> Any:
-    """Returns a batch in which every mapping that torch does not see into is a dict, at any depth.
+    """Returns a batch in which every mapping that torch does not traverse is a dict, at any depth.
 
     >>> from collections import UserDict
     >>> plain_mappings({"query": UserDict(ids=1), "labels": [2]})
@@ -96,7 +96,7 @@ def returns_dicts(collator: Any) -> bool:
 
 
 def reject_own_generator(collator: Any, *, where: object | None = None) -> None:
-    """Rejects a collator of transformers with a seed: its generator continues from batch to batch.
+    """Rejects a transformers collator with a seed, because its generator continues from batch to batch.
 
     A resumed run would mask other tokens. The run's own randomness is a function of the seed and the position.
     """

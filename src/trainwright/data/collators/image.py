@@ -83,7 +83,7 @@ class Image:
                     number, field, f"has the shape {shapes} (channels, height, width). Set size and channels."
                 )
         if len({image.dtype for image in images}) > 1:
-            images = [_to_float(image) for image in images]  # else stacking would not scale the bytes
+            images = [_to_float(image) for image in images]  # otherwise, stacking would not scale the bytes
         batch = {"pixel_values": self._finish(torch.stack(images), field)}
         labels = self.labels.take(columns)
         batch |= {name: stack_column(column, name) for name, column in columns.items()}
@@ -95,7 +95,7 @@ class Image:
         if self.channels is not None and image.shape[0] != self.channels:
             image = _change_channels(_to_float(image), self.channels, field, number)
         if self.size is not None and tuple(image.shape[1:]) != self.size:
-            # One at a time, so that the result does not depend on the other images of the batch.
+            # One at a time, so the result does not depend on the other images of the batch.
             batch_of_one = _to_float(image).unsqueeze(0)
             image = F.interpolate(batch_of_one, self.size, mode="bilinear", antialias=True, align_corners=False)[0]
         return image

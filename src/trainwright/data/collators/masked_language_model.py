@@ -24,9 +24,10 @@ from trainwright.events.mean import IGNORED_LABEL
 class MaskedLanguageModel:
     """Pads `input_ids`, masks `mask_probability` of the tokens; `labels` are these tokens, −100 everywhere else.
 
-    Of the masked tokens `mask_fraction` become the mask token, `random_fraction` a random token that is not special,
-    and the rest stay. Special tokens (the tokenizer's, `special_token_ids`, or where a sample's `special_tokens_mask`
-    is 1) are never masked. Samples without `input_ids` are tokenized from their field `text`. Without a tokenizer set
+    Of the masked tokens, `mask_fraction` become the mask token, `random_fraction` a random token that is not special,
+    and the others are unchanged. Special tokens (the tokenizer's, `special_token_ids`, or where a sample's
+    `special_tokens_mask` is 1) are never masked. Samples without `input_ids` are tokenized from their field `text`.
+    Without a tokenizer set
     `mask_token_id`, `pad_token_id` and `vocab_size`.
 
     >>> collator = MaskedLanguageModel(mask_token_id=99, pad_token_id=0, vocab_size=100, mask_probability=0.5)
@@ -85,7 +86,7 @@ class MaskedLanguageModel:
 
     @property
     def mask_token_id(self) -> int:
-        """The mask token: the given one, else the tokenizer's."""
+        """The mask token: the argument, or otherwise the tokenizer's."""
         if self._given_mask_id is not None:
             return self._given_mask_id
         assert self.tokenizer is not None  # checked in the constructor
@@ -118,7 +119,7 @@ class MaskedLanguageModel:
         return tokens.masked_scatter(masked, shown), tokens.masked_fill(~masked, IGNORED_LABEL)
 
     def _make_tables(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a bool per token that is True for special ones, and all others; computed once."""
+        """Returns a bool per token, True for special tokens, and the ids of all others; computed once."""
         if self._tables is None:
             known = frozenset() if self.tokenizer is None else self.tokenizer.special_ids
             special = {*known, *self.special_token_ids, self.mask_token_id, self.padded.pad_token_id}

@@ -33,7 +33,7 @@ from trainwright.data.tokenizer import TextTokenizer, load_tokenizer
 from trainwright.errors import ConfigError, DataError
 from trainwright.events.mean import IGNORED_LABEL
 
-# Fields with one value per token: another length is an error, not a vector.
+# Fields with one value per token; another length raises and is not treated as a vector.
 TOKEN_FIELDS = ("attention_mask", "position_ids", "token_type_ids")
 
 
@@ -87,7 +87,7 @@ class Padded:
 
     @property
     def pad_token_id(self) -> int:
-        """The padding token: the given one, else the tokenizer's."""
+        """The padding token: the argument, or otherwise the tokenizer's."""
         if self._given_pad_id is not None:
             return self._given_pad_id
         assert self.tokenizer is not None  # checked in the constructor

@@ -1,4 +1,4 @@
-"""Preferences: the tokens of preferred and rejected answers, or of answers with labels, padded to one width.
+"""Preferences: the tokens of chosen and rejected answers, or of answers with labels, padded to one width.
 
 The dataset of the same name makes the samples; padded.py pads.
 """
@@ -21,7 +21,7 @@ from trainwright.events.mean import IGNORED_LABEL
 
 
 class Preferences:
-    """Pads pairs to `input_ids`, `attention_mask` and `labels` [samples, 2, width]: the chosen answer, the rejected.
+    """Pads pairs to `input_ids`, `attention_mask` and `labels` [samples, 2, width], with the chosen answer first.
 
     Labels are −100 on the prompt and the padding; `row_id` [samples] is a hash of the tokens. Samples with a `label`
     become tensors [samples, width] and the bool `label` [samples]; `kl_input_ids`, `kl_attention_mask` and `kl_labels`

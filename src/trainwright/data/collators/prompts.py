@@ -1,4 +1,4 @@
-"""Prompts: texts or conversations that a model continues, as tokens, with the rows that they come from.
+"""Prompts: the tokens of texts or conversations that a model continues, with their rows.
 
 trainers/grpo.py generates the completions and passes the rows' other fields to the rewards.
 """
@@ -24,8 +24,8 @@ class Prompts:
     """Tokenizes the field `prompt`: a text, or messages (role, content), which the chat template renders.
 
     The batch has `prompt_ids` [samples, width], padded on the right, `prompt_lengths` [samples] and the list `rows` of
-    the samples as they are. `stop_ids` are the tokens that end a completion: the tokenizer's EOS token, and for
-    messages what ends the assistant's turn. A prompt with more than `max_length` tokens raises. `chat_template`
+    the unchanged samples. `stop_ids` are the tokens that end a completion: the tokenizer's EOS token, and for messages
+    the tokens that end the assistant's turn. A prompt with more than `max_length` tokens raises. `chat_template`
     replaces the tokenizer's: a .jinja file or a template.
 
     >>> batch = Prompts(tokenizer="bytes")([{"prompt": "1+1=", "answer": "2"}])

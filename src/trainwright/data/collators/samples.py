@@ -18,7 +18,7 @@ from trainwright.errors import ConfigError, DataError
 Columns = dict[str, list[Any]]
 """Each field with its value in every sample."""
 
-_MOST = 2**63  # no int64 is as large
+_MOST = 2**63  # larger than any int64
 
 
 def sample_error(number: int, field: str, problem: str) -> DataError:
@@ -56,7 +56,7 @@ def require(columns: Mapping[str, Any], field: str, advice: str) -> list[Any]:
 def names_of(setting: str, value: Sequence[str]) -> tuple[str, ...]:
     """Returns a setting that lists fields; rejects a single text, which would be read letter by letter."""
     if isinstance(value, str) or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f"{setting} is {value!r}. Give a list of field names, such as [url, id].")
+        raise ConfigError(f"{setting} is {value!r}. Use a list of field names, such as [url, id].")
     return tuple(value)
 
 
@@ -68,7 +68,7 @@ def token_rows(values: Sequence[Any], field: str) -> list[npt.NDArray[Any]]:
 def _token_row(value: Any, field: str, number: int) -> npt.NDArray[Any]:
     if isinstance(value, (list, tuple)):
         try:
-            # As fast as any other conversion, and it rejects floats and texts.
+            # As fast as other conversions, and rejects floats and texts.
             row: npt.NDArray[Any] = np.asarray(array("q", value))
         except (TypeError, OverflowError) as error:
             wrong = next((one for one in value if type(one) is not int or abs(one) >= _MOST), value)

@@ -17,7 +17,7 @@ from trainwright.errors import DataError
 
 
 class Stack:
-    """Stacks equal samples: tensors, arrays and numbers become tensors, texts a list, nests are kept.
+    """Stacks equal samples: tensors, arrays and numbers become tensors, texts become a list, nesting is kept.
 
     >>> batch = Stack()([{"x": torch.zeros(3), "labels": 1}, {"x": torch.ones(3), "labels": 0}])
     >>> tuple(batch["x"].shape), batch["labels"].tolist()
@@ -45,7 +45,7 @@ class Stack:
             if len(lengths) > 1:
                 raise DataError(
                     f"The samples of a batch have different numbers of elements: {' and '.join(map(str, lengths))}. "
-                    "Return equally many for all samples, or write a collator (data.collator)."
+                    "Return the same number for all samples, or write a collator (data.collator)."
                 )
             columns = enumerate(zip(*samples, strict=True))
             return type(first)(_stack(list(column), str(number)) for number, column in columns)
@@ -72,7 +72,7 @@ def _stack(values: list[Any], field: str) -> Any:
 
 def reject_lists(batch: Any) -> None:
     """Rejects a batch without any tensor, as a collator that stacks nothing returns it."""
-    # A list of tensors counts as one leaf: it is the mistake itself.
+    # A list of tensors counts as one leaf, because it is the mistake to detect.
     leaves = tree_leaves(batch, is_leaf=lambda value: isinstance(value, list))
     if not isinstance(batch, Mapping) or not batch or any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return

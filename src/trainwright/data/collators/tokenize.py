@@ -22,9 +22,9 @@ class Tokenize:
     """Tokenizes the field `text`, or `prompt` and `completion` with loss on the completion only; pads as `padded` does.
 
     `add_special_tokens` keeps the tokens that the tokenizer adds; `add_bos` and `add_eos` add the tokens at the start
-    and end of a text if it does not. `max_length` counts all of them; a truncated text has no `eos`, and a prompt that
-    fills it leaves nothing to learn. `pad_to_multiple_of` or `buckets` define the width of a batch. Other fields must
-    be numbers and are stacked; `drop` removes fields.
+    and end of a text if it does not. `max_length` includes all of them; a truncated text has no `eos`, and a prompt of
+    this length leaves no label. `pad_to_multiple_of` or `buckets` define the width of a batch. Other fields must be
+    numbers and are stacked; `drop` removes fields.
 
     >>> batch = Tokenize(tokenizer="bytes", prompt="ask", completion="say", add_eos=True)([{"ask": "1+1=", "say": "2"}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
@@ -102,7 +102,8 @@ class Tokenize:
     def _encode_pairs(self, prompts: list[Any], completions: list[Any], prompt: str, completion: str) -> Columns:
         """Returns the tokens of each prompt with its completion, and labels without the prompt.
 
-        Both are encoded separately, so that the border is exact and the prompt has the same tokens as alone.
+        Both are encoded separately, so the boundary is exact and the prompt has the same tokens as without a
+        completion.
         """
         begin, end = self._added()
         opening, closing = self.tokenizer.affixes

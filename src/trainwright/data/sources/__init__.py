@@ -1,4 +1,4 @@
-"""Where samples come from: datasets that are ready to use by their name in a config file.
+"""Built-in datasets, which a config file selects by name.
 
-Their order, batching and collation are decided elsewhere in data/. Constructors touch no disk.
+Other modules of data/ define order, batching and collation. Constructors do not access the disk.
 """

@@ -1,4 +1,4 @@
-"""Chats as samples of tokens, of which those of the assistant are labels: `chat` in a run file.
+"""Chats as samples of tokens, with the assistant's tokens as labels: `chat` in a run file.
 
     rows (files.py, parquet.py, any source) → RowRenderer (data/chat.py) → ChatRows by index, or ChatStream
 
@@ -61,8 +61,8 @@ def chat(
     `path` is a file, a glob, a URL, or a list of those: .jsonl, .json (one list) or .parquet, by its suffix; a folder
     means its .jsonl files. `source`, another dataset with the same rows, replaces it. A row has `messages`,
     `conversations`, `instruction` with `output`, or `prompt` with `completion`, and may have `tools`. `train_on` is
-    assistant, last (the last turn of the assistant) or all. A longer chat is cut to `max_length` tokens: at its end,
-    or with `truncation: turns` after a whole turn of the assistant. Chats without a trained token are dropped.
+    assistant, last (the last turn of the assistant) or all. A longer chat is truncated to `max_length` tokens: at its
+    end, or with `truncation: turns` after a complete turn of the assistant. Chats without a trained token are dropped.
     `chat_template` is a .jinja file or a template, instead of the tokenizer's own.
     """
     renderer = RowRenderer(
@@ -172,7 +172,7 @@ class RowRenderer:
         return to_sample(ids, is_trained)
 
     def render(self, row: Any) -> RenderedChat | None:
-        """Returns the tokens of a row, None if none of them would be a label that counts."""
+        """Returns the tokens of a row; None if no label would count."""
         template = self._load()
         try:
             found = read_row(row)
@@ -184,7 +184,7 @@ class RowRenderer:
                 rendered = self._drop_turns(found, template)
         except DataError as error:
             raise RowError(error.problem) from error.__cause__
-        # The first token of a sample is predicted from nothing.
+        # The first token of a sample is not predicted.
         is_kept = any(rendered.is_trained[1:])
         self.counts.add(is_kept=is_kept, is_cut=is_cut)
         return rendered if is_kept else None
@@ -205,7 +205,7 @@ class RowRenderer:
             if messages[end - 1]["role"] != "assistant" or not isinstance(found, Chat) or end <= found.num_prompt:
                 continue
             shorter = replace(found, messages=found.messages[:end])
-            # With "all" no turn is searched, which would render the chat once more for each of them.
+            # With "all", turns are not searched, which would render the chat again for each.
             if len(render(shorter, self.tokenizer, train_on="all", chat_template=template).ids) <= self.max_length:
                 return render(shorter, self.tokenizer, train_on=self.train_on, chat_template=template)
         return RenderedChat([], [])
@@ -213,7 +213,7 @@ class RowRenderer:
 
 @dataclass
 class RowCounts:
-    """The numbers of rows that were read, dropped and cut."""
+    """The numbers of rows that were read, dropped and truncated."""
 
     rows: int = 0
     dropped: int = 0
@@ -226,7 +226,7 @@ class RowCounts:
         self.cut += is_cut and is_kept
 
     def describe(self, source: Any) -> str:
-        """Returns the counts as text; `source` is what the rows were read from."""
+        """Returns the counts as text; `source` describes the source of the rows."""
         path = getattr(source, "path", type(source).__name__)
         name = str(path) if isinstance(path, str | Path) else ", ".join(map(str, path))
         shortened = f", shortened {self.cut:,} to max_length" if self.cut else ""
@@ -241,7 +241,7 @@ def to_sample(ids: npt.NDArray[np.int64], is_trained: npt.NDArray[np.bool_]) -> 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """The tokens of all chats, one after the other."""
+    """The concatenated tokens of all chats."""
 
     ids: npt.NDArray[np.int32]
     is_trained: npt.NDArray[np.bool_]
@@ -250,7 +250,8 @@ class _Tokens:
 
 
 class ChatRows(Dataset[dict[str, Tensor]]):
-    """The chats by index. All are converted to tokens at first use, in this process, and need 5 bytes a token."""
+    """The chats by index. All chats are converted to tokens at first use, in this process, and need 5 bytes per
+    token."""
 
     def __init__(self, source: Any, renderer: RowRenderer) -> None:
         self.source = source
@@ -275,7 +276,7 @@ class ChatRows(Dataset[dict[str, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        """Returns the samples of a batch; torch's loader prefers this to one call a sample."""
+        """Returns the samples of a batch; torch's loader calls this instead of one call per sample."""
         tokens = self._load()
         samples = []
         for index in positive_indices(indices, size=len(self), of="chats").tolist():
@@ -327,7 +328,7 @@ class ChatRows(Dataset[dict[str, Tensor]]):
 
 
 class ChatStream(ProcessedStream):
-    """The chats of a stream, converted to tokens as they are read; sharded and resumed like their source."""
+    """The chats of a stream, converted to tokens while they are read; sharded and resumed like their source."""
 
     def __init__(self, source: Any, renderer: RowRenderer) -> None:
         super().__init__(source, renderer, {})
@@ -343,7 +344,7 @@ class ChatStream(ProcessedStream):
 
 
 class JsonRows(Dataset[Any]):
-    """The rows of .json files, each of which is one list; all are read at first use."""
+    """The rows of .json files, each of which contains one list; all are read at first use."""
 
     draws_nothing = True  # the loader need not seed each sample
 

@@ -1,4 +1,4 @@
-"""Digits: scikit-learn's 1,797 hand-written digits of 8 × 8 pixels, real images that need no download.
+"""Digits: scikit-learn's 1,797 handwritten digits of 8 × 8 pixels, which need no download.
 
 They come inside the scikit-learn package and are read at the first access, not by the constructor.
 """
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from trainwright.errors import ConfigError, DataError
 
-# Where each part begins and ends, as fractions of the shuffled images.
+# The beginning and end of each part, as fractions of the shuffled images.
 PART_BOUNDS = {"train": (0.0, 0.8), "valid": (0.8, 0.9), "test": (0.9, 1.0)}
 
 
@@ -77,6 +77,6 @@ def _read_images() -> tuple[Tensor, Tensor]:
 def _shuffled(count: int) -> list[int]:
     """Returns 0 … count − 1 in an order that no version of any library can change.
 
-    The images are stored by writer: without it the test part would have other writers.
+    The images are stored by writer; without shuffling, the test part would have other writers.
     """
     return sorted(range(count), key=lambda index: hashlib.sha256(str(index).encode()).digest())

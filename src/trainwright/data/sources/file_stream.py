@@ -1,4 +1,4 @@
-"""FileStream: the rows of text files in order, read in place, from any position at the same cost.
+"""FileStream: reads the rows of text files in order, in place, from any position at the same cost.
 
 RangeStream, its base, has the shards and the state of every stream over ranges of files (see parquet.py).
 """
@@ -27,7 +27,7 @@ class FileRange:
     location: FileLocation
     begin: int = 0
     end: int | None = None
-    """None: up to the end of the file."""
+    """None means up to the end of the file."""
 
     def __str__(self) -> str:
         limits = f" from {self.begin} to {self.end}" if self.begin or self.end is not None else ""
@@ -89,7 +89,7 @@ class RangeStream(IterableDataset[dict[str, Any]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Lets the next iteration begin at a saved position; rejects one whose range of files has changed.
 
-        With a file more or less before it, rows would be repeated or omitted.
+        If a file before it is added or missing, rows would be repeated or omitted.
         """
         start = self.position_type(**{name: value for name, value in state.items() if name != "in"})
         number, saved = state["in"]
@@ -122,7 +122,7 @@ SHARD_MEGABYTES = 64.0
 
 @dataclass(frozen=True)
 class _FilePosition:
-    """The position of an iteration: the next row begins at or behind this byte of this range."""
+    """The position of an iteration: the next row begins at or after this byte of this range."""
 
     file_range: int = 0
     offset: int | None = None
@@ -193,7 +193,7 @@ class FileStreamIterator:
                 self._leave_range()
                 continue
             if self._format.records is None:
-                self._leave_range()  # before decoding: an error must not return the same file again
+                self._leave_range()  # before decoding, because an error must not return the same file again
             else:
                 self.position = _FilePosition(self.position.file_range, opened.offset, opened.line)
             try:
@@ -251,7 +251,7 @@ class _OpenRange:
         return f"{name} line {self.line - len(self._lines) + skipped + 1}"
 
     def _seek_start(self, file_format: FileFormat, position: _FilePosition) -> None:
-        """Moves to the first record to read, behind the header and what was read before."""
+        """Moves to the first record to read, after the header and the records that were read before."""
         records, file_range = self._records, self.file_range
         if records is not None and (file_range.begin or file_range.end is not None):
             self._end = None if file_range.end is None else records.find_start(self.file, file_range.end)
@@ -266,7 +266,7 @@ class _OpenRange:
             try:
                 self.file.seek(self.offset)
             except ValueError:
-                # A server that sends only whole files: the bytes in between are read and discarded.
+                # For a server that sends only complete files, the bytes in between are read and discarded.
                 while (left := self.offset - self.file.tell()) > 0 and self.file.read(min(left, 1 << 20)):
                     pass
 

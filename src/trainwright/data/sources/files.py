@@ -1,7 +1,8 @@
 """Rows of text files, as lines, paragraphs, JSON or CSV: `text`, `json_lines` and `csv` in a run file.
 
-Read by index from a memory map (FileRows), or with `streaming: true` one after the other from wherever the files are
-(file_stream.py). A constructor touches no disk. Parquet is in parquet.py; which files a path names, in locations.py.
+Rows are read by index from a memory map (FileRows), or with `streaming: true` in order from their original location
+(file_stream.py). A constructor does not access the disk. Parquet is in parquet.py; which files a path names, in
+locations.py.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def text(
     """Texts, one sample {"text": …} for each `unit`: a line, a paragraph (lines between blank ones) or a file.
 
     `path` is a file, a glob, a folder (all its .txt files), a URL, or a list of those; .gz, .bz2 and .xz are read too.
-    Blank lines and paragraphs are skipped. By index, remote and compressed files are first copied into the cache
-    (`cache_dir`); streaming reads them where they are, in shards of about `shard_megabytes` (64).
+    Blank lines and paragraphs are skipped. For access by index, remote and compressed files are first copied into the
+    cache (`cache_dir`); streaming reads them in place, in shards of about `shard_megabytes` (64).
     """
     return open_files(TextFormat(unit), path, streaming, shard_megabytes, cache_dir, project_dir)
 
@@ -82,8 +83,8 @@ def csv(
 ) -> FileRows | FileStream:
     """Rows of CSV, each a dict by the names in the file's first row; `columns` names those to keep.
 
-    Values are texts, or of `types`: {age: int, weight: float}. Quoted values may contain line breaks, so a file is
-    one shard of a stream. `path`, `streaming` and `cache_dir` are those of `text`.
+    Values are texts unless `types` is set: {age: int, weight: float}. Quoted values may contain line breaks, so a file
+    is one shard of a stream. `path`, `streaming` and `cache_dir` are those of `text`.
     """
     return open_files(CsvFormat(delimiter, columns, types), path, streaming, None, cache_dir, project_dir)
 
@@ -96,7 +97,7 @@ def open_files(
     cache_dir: str | Path | None,
     project_dir: str | Path | None,
 ) -> FileRows | FileStream:
-    """Returns the rows by index or as a stream; rejects settings that then have no effect."""
+    """Returns the rows by index or as a stream; rejects settings without effect."""
     if streaming:
         reject_cache(cache_dir)
         megabytes = SHARD_MEGABYTES if shard_megabytes is None else shard_megabytes
@@ -115,8 +116,8 @@ def reject_cache(cache_dir: str | Path | None) -> None:
 class FileRows(Dataset[dict[str, Any]]):
     """The rows of text files by index.
 
-    At first use the files are scanned for row offsets, at about a gigabyte a second; this index has eight bytes per
-    row. A worker receives the index and maps the files itself.
+    At first use, the files are scanned for row offsets, at about a gigabyte per second; this index needs eight bytes
+    per row. A worker receives the index and maps the files itself.
     """
 
     draws_nothing = True  # the loader need not seed each sample

@@ -28,7 +28,7 @@ _ROWS_AT_A_TIME = 4096
 
 
 class Lines:
-    """A record is a line that is not blank; `blanks` are the characters of a blank line, all white space if None."""
+    """A record is a line that is not blank; `blanks` are the characters of blank lines, all white space if None."""
 
     can_be_split = True
 
@@ -130,7 +130,7 @@ class CsvRows:
         return b"".join(lines[first:])
 
     def index(self, data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
-        """Returns the offset of each row, with the header: at full speed without quotes, else row by row."""
+        """Returns the offset of each row and of the header, fast for data without quotes and otherwise row by row."""
         end = len(data) if end is None else end
         chunks: list[Offsets] = [np.empty(0, np.int64)]
         while begin < end:
@@ -144,7 +144,7 @@ class CsvRows:
         return np.concatenate(chunks)
 
     def find_start(self, file: IO[bytes], border: int) -> int:
-        """Is not called, because `can_be_split` is False."""
+        """Not called, because `can_be_split` is False."""
         raise NotImplementedError("A CSV file is not split.")
 
     def _index_rows(self, data: mmap.mmap, begin: int) -> tuple[Offsets, int]:
@@ -206,7 +206,7 @@ def _end_of_line(data: mmap.mmap | bytes, start: int) -> int:
 
 
 def _line_starts(data: mmap.mmap, begin: int, end: int | None = None) -> Offsets:
-    """Returns the offset of each line of data[begin:end], at about a gigabyte a second."""
+    """Returns the offset of each line of data[begin:end], at about a gigabyte per second."""
     end = len(data) if end is None else end
     if begin >= end:
         return np.empty(0, np.int64)
@@ -311,8 +311,8 @@ class CsvFormat:
         return names
 
     def _read_fields(self, record: bytes) -> list[str]:
-        # A reader that needs more than the record is still inside quotes: without this check the rest of a file
-        # would be one value.
+        # A reader that needs more than the record is still inside quotes; without this check, the remaining file would
+        # become one value.
         lines = iter([_decode_text(record), ""])
         try:
             fields = next(read_csv(lines, self._delimiter), [])
@@ -324,9 +324,9 @@ class CsvFormat:
 
 
 FileFormat = TextFormat | JsonLinesFormat | CsvFormat
-"""How the rows of a type of file are found and decoded.
+"""Defines how the rows of a file type are found and decoded.
 
-`records` splits a file into rows, None if the whole file is one; `suffixes` are those of the files in a folder;
+`records` splits a file into rows, or is None if the whole file is a row; `suffixes` are those of the files in a folder;
 `has_header` is True if the first record is a header; `decode(record, header)` returns a sample or raises RowError.
 """
 

@@ -16,7 +16,7 @@ from trainwright.progress import progress
 
 
 def import_datasets(user: str) -> Any:
-    """Returns the library; the error says how to install it, and that `user` needs it."""
+    """Returns the library; if it is missing, the error names `user` and how to install it."""
     try:
         import datasets
     except ImportError as error:
@@ -36,7 +36,7 @@ def import_datasets(user: str) -> Any:
 def network_use(*, offline: bool | None) -> Iterator[None]:
     """Forbids or allows the hub while the block runs; None leaves it to HF_HUB_OFFLINE.
 
-    The libraries read their environment only when imported, but these settings at each request.
+    The libraries read their environment variables only when imported, but these settings at each request.
     """
     if offline is None:
         yield
@@ -53,14 +53,14 @@ def network_use(*, offline: bool | None) -> Iterator[None]:
 
 
 def fingerprint_rows(dataset: Any) -> str:
-    """Returns what a `datasets.Dataset` knows its rows by, and the types that it reads them as."""
+    """Returns the fingerprint of the rows of a `datasets.Dataset`, and the types of its columns."""
     return f"{dataset._fingerprint} {list(dataset.features.items())}"
 
 
 FILE_KINDS = ("json", "csv", "parquet", "text", "arrow", "xml", "webdataset", "imagefolder", "audiofolder")
 """The names of readers of `data_files`, which are not datasets."""
 
-# What `save_to_disk` leaves in a folder: of a dataset with several splits, and of one.
+# The files that `save_to_disk` writes for a dataset with several splits, and with one.
 _SAVED_SPLITS, _SAVED_ONE = "dataset_dict.json", "state.json"
 
 
@@ -108,12 +108,12 @@ class HuggingFaceRows(Dataset[dict[str, Any]]):
 
     @property
     def fingerprint(self) -> str:
-        """What the library knows the rows by."""
+        """The library's fingerprint of the rows."""
         return fingerprint_rows(self.dataset)
 
     @property
     def draws_nothing(self) -> bool:
-        """True without a transform, which might use randomness."""
+        """True unless there is a transform, which might use randomness."""
         return bool(self.dataset.format["type"] != "custom")
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class HuggingFaceRows(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns the samples of a batch, fetched in one go."""
+        """Returns the samples of a batch, fetched with one call."""
         samples: list[dict[str, Any]] = self.dataset.__getitems__(list(indices))
         return samples
 
@@ -171,8 +171,8 @@ class HuggingFaceStream(IterableDataset[dict[str, Any]]):
         self._start, self._reading = state["source"], None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        # A generator, like the library's: neither continues after an error.
-        # The library's dataset keeps the loaded state for every later pass, and its copies share it. Its only shard
+        # A generator, like the library's, which cannot continue after an error either.
+        # The library's dataset keeps the loaded state for every later pass, and its copies share it. The single shard
         # of one is the whole dataset with a separate state.
         reading = self.dataset.shard(num_shards=1, index=0)
         start, self._start = self._start, None
@@ -271,7 +271,7 @@ class _Source:
     def _pick_columns(self, dataset: Any) -> Any:
         if self.columns is None:
             return dataset
-        known = dataset.column_names  # None for a stream that has not been looked into
+        known = dataset.column_names  # None for a stream that was not inspected
         missing = [name for name in self.columns if known is not None and name not in known]
         if missing:
             raise DataError(f"{self.path}: no column {', '.join(missing)}. There are: {', '.join(known)}.")

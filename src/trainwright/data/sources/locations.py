@@ -1,7 +1,8 @@
-"""Where files are: what a `path` of a run file names, on this machine or behind a URL, and how such a file is opened.
+"""Locations of files: resolves a `path` of a run file, local or remote, and opens the files.
 
-A path is a file, a glob, a folder or a list of those; `s3://…`, `https://…`, `memory://…` go through fsspec. Nothing
-here knows what is in the files. Remote and compressed files can be read in place, or fetched into the cache once.
+A path is a file, a glob, a folder or a list of those; `s3://…`, `https://…`, `memory://…` go through fsspec. This
+module is independent of the files' contents. Remote and compressed files can be read in place, or fetched into the
+cache once.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ Paths = str | Path | Sequence[str | Path]
 
 COMPRESSIONS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
-# Few large reads: a remote file pays a round trip for each, a local one a system call.
+# Few large reads, because each takes a round trip for a remote file and a system call for a local one.
 _BUFFER_BYTES = 1 << 20
 
-# The extra with what fsspec needs for an address; "fsspec" has what it needs for all others.
+# The extra with the packages that fsspec needs for a protocol; "fsspec" for all others.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
-# What changes with the content of a remote file; the file system provides some of these.
+# Properties that change with the content of a remote file; a file system provides some of these.
 _VERSION_FACTS = ("size", "mtime", "created", "last_modified", "LastModified", "etag", "ETag", "md5Hash", "Content-MD5")
 
 
@@ -50,7 +51,8 @@ class FileLocation:
     name: str
     size: int | None
     label: str = ""
-    """Its name below the folder that the path names, or else the last part: the same wherever that folder is."""
+    """Its name relative to the folder that the path names, or the last part, so it does not depend on the folder's
+    location."""
 
     @property
     def is_remote(self) -> bool:
@@ -59,7 +61,7 @@ class FileLocation:
 
     @property
     def compression(self) -> str | None:
-        """The suffix of a compressed file, else None."""
+        """The suffix of a compressed file; None for other files."""
         suffix = Path(self.name).suffix.lower()
         return suffix if suffix in COMPRESSIONS else None
 
@@ -78,7 +80,7 @@ class FileLocation:
         return file  # type: ignore[return-value]  # a buffered binary file is one
 
     def fetch(self, cache_dir: str | Path | None) -> Path:
-        """Returns a local file with the content: the file itself, or else a copy in the cache, made once."""
+        """Returns a local file with the content: the file itself, or a copy in the cache, which is made once."""
         if not self.is_remote and self.compression is None:
             return Path(self.name)
         facts = json.dumps([self.name, *self.version()], default=str)
@@ -98,19 +100,20 @@ class FileLocation:
         return copy
 
     def version(self) -> list[Any]:
-        """Returns what changes with the content: size and modification time, or what a server reports."""
+        """Returns values that change with the content: size and modification time, or the properties that a server
+        reports."""
         if not self.is_remote:
             facts = Path(self.name).stat()
             return [facts.st_size, facts.st_mtime_ns]
         files, path = _open_file_system(self.name)
-        # For http the key contains only the address, so what the server reports is added.
+        # For http, the key contains only the URL, so the properties that the server reports are added.
         return [files.ukey(path), *_facts_in(files.info(path))]
 
 
 def find_files(paths: Paths, *, suffixes: Sequence[str], project_dir: str | Path | None) -> list[FileLocation]:
     """Returns the files that `paths` name, in the order given, those of a folder or a glob sorted by name.
 
-    Of a folder these are all files below it with one of `suffixes`, also compressed; hidden files are skipped.
+    For a folder, these are all files below it with one of `suffixes`, also compressed; hidden files are skipped.
     """
     given = [paths] if isinstance(paths, str | Path) else list(paths)
     if not given:
@@ -171,7 +174,7 @@ def _find_remote(url: str, suffixes: Sequence[str]) -> list[FileLocation]:
 
 
 def _list_remote(files: Any, path: str, url: str) -> dict[str, Any]:
-    """Returns the files that a remote path names, with what the file system reports about each."""
+    """Returns the files that a remote path names, with the properties that the file system reports."""
     if glob.has_magic(path) and not url.startswith(("http://", "https://")):  # there a ? begins the query
         found: dict[str, Any] = files.glob(path, detail=True)
     elif files.isfile(path):
@@ -184,11 +187,11 @@ def _list_remote(files: Any, path: str, url: str) -> dict[str, Any]:
 def _open_file_system(url: str) -> tuple[Any, str]:
     """Returns the file system of a URL and the path in it.
 
-    It is created for each use, because those with an event loop do not survive a fork into a worker.
+    It is created for each use, because file systems with an event loop do not survive a fork into a worker.
     """
     if is_masked(url):
         raise DataError(
-            f"path: {url} has no credentials, because a run does not save them. Give the whole address again, such as "
+            f"path: {url} has no credentials, because a run does not save them. Set the whole address again, such as "
             "data.train.path=…."
         )
     try:
@@ -203,15 +206,15 @@ def _open_file_system(url: str) -> tuple[Any, str]:
 
 
 def install_hint(url: str) -> str:
-    """Returns how to install what an address needs, because fsspec includes no package for object stores."""
+    """Returns advice on installing the packages for a URL, because fsspec includes none for object stores."""
     protocol = url.partition("://")[0].rpartition("::")[2]
     return f"Install what it needs: pip install 'trainwright[{_EXTRAS.get(protocol, 'fsspec')}]'."
 
 
 def remote_version(url: str) -> list[Any] | None:
-    """Returns what changes with the files behind a URL; None if that is unknown or the text is not a URL.
+    """Returns values that change with the files at a URL; None if they are unknown or the text is not a URL.
 
-    Costs one or two requests. Errors are ignored here: the reader of the files reports them.
+    Takes one or two requests. Errors are ignored here: the reader of the files reports them.
     """
     protocol, separator, rest = url.partition("://")
     if not separator or not rest:
@@ -229,7 +232,7 @@ def remote_version(url: str) -> list[Any] | None:
 
 
 def list_locations(files: Sequence[FileLocation]) -> list[str]:
-    """Returns the names and sizes of files in order, without repeated neighbors, to compare them later."""
+    """Returns the names and sizes of files in order, without adjacent repetitions, for later comparison."""
     named = [f"{each.label} ({each.size} bytes)" for each in files]
     return [name for name, _ in groupby(named)]
 

@@ -28,12 +28,12 @@ from trainwright.errors import DataError
 SUFFIXES = (".parquet", ".pq")
 
 _KEPT_BYTES = 256 << 20
-"""How much of decoded row groups is kept for the next batches."""
+"""The amount of decoded row groups that is kept for the next batches."""
 
-# Shards are row groups if it is cheap to count those of every file, else files.
+# Shards are row groups if counting those of every file is cheap, and files otherwise.
 _MOST_FILES_TO_ASK = 64
 
-# A stream turns this many rows at a time into Python values.
+# A stream converts this many rows at a time to Python values.
 _ROWS_AT_A_TIME = 256
 
 
@@ -47,8 +47,9 @@ def parquet(
 ) -> ParquetRows | ParquetStream:
     """Rows of Parquet files as dicts; `columns` names those to read, which saves reading the others.
 
-    `path` is a file, a glob, a folder (all its .parquet files), a URL, or a list of those. By index, a shuffled order
-    reads a row group for nearly every row once the data exceeds the 256 MB that are kept: use streaming for more.
+    `path` is a file, a glob, a folder (all its .parquet files), a URL, or a list of those. With access by index, a
+    shuffled order reads a row group for nearly every row if the data exceeds the 256 MB that are kept; use streaming in
+    this case.
     """
     if streaming:
         reject_cache(cache_dir)
@@ -102,7 +103,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Returns the samples of a batch, with one visit to each row group."""
+        """Returns the samples of a batch; each row group is read once."""
         rows = positive_indices(indices, size=len(self), of=f"rows of {self.path}")
         groups = np.searchsorted(self._ends, rows, side="right")
         samples: list[Any] = [None] * len(rows)
@@ -304,10 +305,10 @@ class _OpenFile:
 
 
 def to_samples(table: Any) -> list[dict[str, Any]]:
-    """Returns the rows of an Arrow table as dicts; lists of numbers become tensors, those with gaps stay lists.
+    """Returns the rows of an Arrow table as dicts; lists of numbers become tensors, lists with nulls stay lists.
 
-    Tensors are int64 and float32, but for lists with a number that would not fit: those keep uint64 and float64, each
-    for itself, for what a row becomes must not depend on its neighbours.
+    Tensors are int64 and float32, except that each list with a number that does not fit keeps uint64 or float64: the
+    result for a row must not depend on other rows.
     """
     columns = {name: _to_values(table.column(name)) for name in table.column_names}
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -338,7 +339,7 @@ def _to_values(column: Any) -> list[Any]:
 
 def _to_tensor(numbers: npt.NDArray[Any]) -> torch.Tensor:
     """Returns a copy as int64 or float32, or in the numbers' own type if one of them does not fit."""
-    # A copy, for Arrow's memory must not be written to and a sample may be.
+    # A copy, because Arrow's memory is read-only and a sample may be modified.
     if numbers.dtype.kind == "f":
         with np.errstate(over="ignore"):
             narrow = numbers.astype(np.float32)

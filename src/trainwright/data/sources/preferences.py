@@ -1,4 +1,4 @@
-"""Preference rows: `preferences` in a run file. Each is a prompt with two answers, or with one and its label.
+"""Preference rows: `preferences` in a run file. Each row is a prompt with two answers, or with one answer and a label.
 
 A row is tokenized when it is read, so that an invalid one is reported with its file and line. files.py and
 file_stream.py find and read the lines; the collator of the same name pads pairs.
@@ -47,8 +47,8 @@ def preferences(
     Texts are joined, and the tokenizer's EOS token is added to the answers. Lists of messages (role, content) are
     rendered with the tokenizer's chat template, or with `chat_template` (a .jinja file or a template), and `tools`;
     without a prompt it is what the two conversations have in common. A sample has the tokens of these fields. A prompt
-    with its answer has at most `max_length` tokens: the end of the answer is cut, and a row whose prompt leaves no room
-    for an answer raises.
+    with its answer has at most `max_length` tokens: the end of the answer is truncated, and a row whose prompt leaves
+    no space for an answer raises.
 
     `path`, `streaming`, `shard_megabytes` and `cache_dir` are those of `json_lines`.
     """
@@ -99,7 +99,7 @@ class PreferencesFormat(JsonLinesFormat):
         sample: dict[str, Any] = {"prompt": whole[0][:length]}
         if is_pair:
             return sample | {name: ids[length : self.max_length] for name, ids in zip(names, whole, strict=True)}
-        # Not cut yet: the collator also joins it with another prompt, within the same limit.
+        # Not truncated yet, because the collator also joins it with another prompt, within the same limit.
         sample |= {"completion": whole[0][length:], "label": row["label"]}
         return sample if self.max_length is None else {**sample, "max_length": self.max_length}
 
@@ -124,7 +124,7 @@ class PreferencesFormat(JsonLinesFormat):
                 f"The tokenizer {self.tokenizer.name} has no EOS token, which ends each answer. Name one in its "
                 "tokenizer_config.json (eos_token)."
             )
-        # Together with the prompt: tokens may reach across the border, as they do when the model is used.
+        # Together with the prompt, because tokens may cross the boundary, as in generation.
         texts = [prompt, *(prompt + answer for answer in answers)]
         ids, *whole = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         begin = self.tokenizer.affixes[0]
@@ -144,7 +144,8 @@ class PreferencesFormat(JsonLinesFormat):
         return [render_prompt(prompt, self.tokenizer, **options), *rendered]
 
     def _check_lengths(self, prompt: list[int], answers: Mapping[str, list[int]]) -> int:
-        """Returns the number of prompt tokens that all sequences begin with; rejects a row without room for them."""
+        """Returns the number of prompt tokens that all sequences begin with; rejects a row without space for an
+        answer."""
         length = min(common_length(prompt, answer) for answer in answers.values())
         if length < len(prompt) and not self._has_warned:
             self._has_warned = True

@@ -1,8 +1,8 @@
 """StdlibCode: the source code of the running Python's standard library, as blocks of tokens for language models.
 
-Real text that every machine has. At first use a byte-level BPE tokenizer is trained on the train part and both parts
-are encoded into a cache folder (a few seconds); later runs map those files into memory. The constructor accesses no
-disk. `unigram_loss` is the loss of a unigram model, which a trained model has to beat.
+Real text that is available on every machine. At first use a byte-level BPE tokenizer is trained on the train part and
+both parts are encoded into a cache folder (a few seconds); later runs map those files into memory. The constructor
+accesses no disk. `unigram_loss` is the loss of a unigram model, which a trained model has to beat.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from trainwright.errors import ConfigError, DataError
 
 PARTS = ("train", "valid")
 
-# Closes every file, so that a model learns where one ends.
+# Ends every file, so that a model learns where a file ends.
 END_OF_FILE = "<|endoftext|>"
 
-# The 256 bytes and END_OF_FILE: no smaller vocabulary can spell every text.
+# The 256 bytes and END_OF_FILE, the smallest vocabulary that can encode every text.
 SMALLEST_VOCABULARY = 257
 
-# Not code to learn from: other people's packages, tests, demos, and tables (of characters, of help texts).
+# Folders that are not used: third-party packages, tests, demos, and tables (of characters, of help texts).
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
     | {"encodings", "pydoc_data", "__pycache__", "__phello__"}
@@ -51,7 +51,8 @@ CACHE_FORMAT = 1
 
 @dataclass(frozen=True)
 class _Recipe:
-    """All that the tokens depend on besides the interpreter; both parts of one recipe share a tokenizer."""
+    """The arguments on which the tokens depend, in addition to the interpreter; both parts of one recipe share a
+    tokenizer."""
 
     vocab_size: int
     valid_fraction: float
@@ -110,7 +111,7 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
 
     @property
     def tokens(self) -> npt.NDArray[Any]:
-        """All tokens of this part in one row, mapped from the cache file and read only where touched."""
+        """All tokens of this part in one row, mapped from the cache file and read on access."""
         if self._tokens is None:
             tokens = np.load(self.prepare() / f"{self.part}.npy", mmap_mode="r")
             if len(tokens) < self.sequence_length:
@@ -124,8 +125,8 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
     def prepare(self) -> Path:
         """Creates the cache folder unless it exists, and returns it.
 
-        Several processes may prepare at once: each writes a temporary folder, the first to finish renames it and the
-        others remove theirs.
+        Several processes may prepare it at the same time: each writes a temporary folder, the first to finish renames
+        it, and the others remove theirs.
         """
         folder = cache_root(self.cache_dir) / _cache_name(self.recipe)
         if not folder.is_dir():
@@ -158,7 +159,7 @@ class StdlibCode(Dataset[dict[str, Tensor]]):
 def unigram_loss(train: StdlibCode, valid: StdlibCode) -> float:
     """Returns the loss on `valid`, in nats per token, of a model that uses only the token frequencies of `train`.
 
-    Counts start at one, so that the loss of a token that is not in `train` is finite.
+    Counts start at one, so the loss of a token that is not in `train` is finite.
     """
     if train.recipe != valid.recipe:
         raise DataError(
@@ -176,7 +177,7 @@ def _library_folder() -> Path:
 
 def _cache_name(recipe: _Recipe) -> str:
     """Returns a folder name that changes with the interpreter, the recipe and this file's format."""
-    # With the library's path, because two builds of one version may have different files.
+    # Includes the library's path, because two builds of one version may have different files.
     facts = {**asdict(recipe), "library": str(_library_folder()), "format": CACHE_FORMAT}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"stdlib-code-python-{platform.python_version()}-{digest[:12]}"
@@ -194,8 +195,8 @@ def list_source_files(library: Path) -> list[str]:
 def choose_files(library: Path, *, valid_fraction: float, max_megabytes: float | None) -> dict[str, list[str]]:
     """Returns the relative paths of each part's files, in order.
 
-    Each part has its share of `max_megabytes`: a small common limit would often be reached before the first file of
-    the valid part. A file that does not fit is skipped; later, smaller ones may fit.
+    Each part has its share of `max_megabytes`, because a small common limit would often be reached before the first
+    file of the valid part. A file that does not fit is skipped; later, smaller ones may fit.
     """
     total = math.inf if max_megabytes is None else max_megabytes * 1e6
     room = {"train": total * (1.0 - valid_fraction), "valid": total * valid_fraction}
@@ -222,7 +223,7 @@ def _write_tokens(recipe: _Recipe, folder: Path) -> None:
 
 
 def _read_texts(recipe: _Recipe) -> dict[str, list[str]]:
-    """Returns the texts of each part; a file that is not UTF-8 is read with its odd bytes replaced."""
+    """Returns the texts of each part; invalid bytes of a file that is not UTF-8 are replaced."""
     library = _library_folder()
     chosen = choose_files(library, valid_fraction=recipe.valid_fraction, max_megabytes=recipe.max_megabytes)
     for part, paths in chosen.items():

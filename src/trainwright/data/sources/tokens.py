@@ -1,6 +1,6 @@
 """Tokens: token files mapped into memory, as blocks of equal length or as documents; `write_tokens` writes such files.
 
-A .bin file contains only the tokens, in the `dtype` that its reader has to know; a .npy file contains its dtype.
+A .bin file contains only the tokens, whose `dtype` must be passed to the reader; a .npy file contains its dtype.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
     `path` is a file, a glob, a folder (all its .bin and .npy files), a URL, or a list of those; remote files are copied
     into the cache first. A block is within one file; the incomplete last one of each file is dropped.
-    With `documents` a sample is a document with its end (`end_of_document`), and `lengths` has their lengths; one that
-    is longer than `sequence_length` is split into samples of at most so many tokens.
+    With `documents`, a sample is a document including its end (`end_of_document`), and `lengths` has the lengths; a
+    document that is longer than `sequence_length` is split into samples of at most that many tokens.
     """
 
     draws_nothing = True  # the loader need not seed each sample
@@ -151,7 +151,7 @@ class Tokens(Dataset[dict[str, Tensor]]):
 
 
 def to_sample(tokens: npt.NDArray[Any]) -> dict[str, Tensor]:
-    """Returns `input_ids` and `labels`, each with its own memory: a collator may write -100 into labels."""
+    """Returns `input_ids` and `labels`, each with its own memory, because a collator may write -100 into labels."""
     return {name: torch.from_numpy(tokens.astype(np.int64)) for name in ("input_ids", "labels")}
 
 
@@ -160,7 +160,7 @@ class _Samples:
     """The positions of the samples."""
 
     ends: npt.NDArray[np.int64]
-    """The samples in each file and those before it."""
+    """The number of samples in each file, and before it."""
     starts: npt.NDArray[np.int64] | None = None
     """The offset of each in its file; None for blocks."""
     lengths: npt.NDArray[np.int64] | None = None
@@ -176,7 +176,7 @@ def write_tokens(
     """Writes documents, each a sequence of tokens, into one .bin or .npy file and returns the number of tokens.
 
     `arrays` may be a generator: one document is in memory at a time. `end_of_document` is written after each. The file
-    appears, or replaces an older one, when it is complete.
+    is written atomically and may replace an older one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -216,7 +216,7 @@ def write_tokens(
 
 
 def _map_tokens(path: Path, dtype: str) -> npt.NDArray[Any]:
-    """Returns the file's tokens, mapped and read only where touched."""
+    """Returns the file's tokens, memory-mapped and read on access."""
     try:
         if path.name.endswith(".npy"):
             tokens: npt.NDArray[Any] = np.load(path, mmap_mode="r")

@@ -1,4 +1,4 @@
-"""What two or more of the shipped models share: attention over heads, masks, activations, checks of sizes.
+"""Functions and layers that several shipped models share: attention over heads, masks, activations, checks of sizes.
 
-Nothing here has weights of its own; each model's file holds all of its layers.
+They have no weights; each model's file defines all of its layers.
 """

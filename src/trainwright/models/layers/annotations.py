@@ -8,10 +8,10 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 
 def name_tensor(tensor: Tensor, name: str) -> Tensor:
-    """Returns the tensor itself, having told its name to who listens: a mode of torch.overrides.
+    """Returns the tensor itself, and passes its name to an active mode of torch.overrides.
 
-    Many tensors may share a name, such as the inputs of all blocks. Inside compiled code nobody listens, so name a
-    block's input where the block is called.
+    Many tensors may share a name, such as the inputs of all blocks. Compiled code ignores names, so name a block's
+    input where the block is called.
 
     >>> hidden = torch.zeros(2)
     >>> name_tensor(hidden, "decoder_input") is hidden

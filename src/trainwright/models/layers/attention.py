@@ -1,7 +1,7 @@
 """Attention over heads, the masks that limit it, and the operations of a model on its sequence.
 
 Masks are bool and broadcast to [B, heads, queries, keys]; True means visible. `WholeSequence` is the sequence of a
-model that holds all of it; parallel/context.py has the one that is sharded.
+model that is not sharded along it; parallel/context.py has the sharded one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainwright.models.layers.kernel_table import fastest, prefers_flash
 from trainwright.models.layers.varlen_attention import DocumentStarts, attend_by_starts, attend_within_window, band
 
 Mask = Tensor | DocumentBorders | DocumentStarts
-"""What the layers of a decoder get: a mask [B, 1, S, S], or documents by the borders of blocks or by their starts."""
+"""The mask argument of a decoder's layers: a mask [B, 1, S, S], or documents by block boundaries or by their starts."""
 MASK_NAMES = ("attention_mask", "decoder_attention_mask")
 """The fields of a batch that are 0 at padding."""
 FLASH_BEFORE_CUDNN = [
@@ -42,8 +42,8 @@ FLASH_BEFORE_CUDNN = [
 def is_full(attention_mask: Tensor) -> bool:
     """Returns True for a mask [B, S] of `full_rows`: no token is padding.
 
-    Such a mask is recognized by its strides of 0, because compiled code, and code that must not wait for the device,
-    cannot read values.
+    Such a mask is recognized by its strides of 0, because compiled code, and code that must not synchronize, cannot
+    read values.
     """
     return attention_mask.dim() == 2 and not any(attention_mask.stride())
 
@@ -54,9 +54,9 @@ def full_rows(num_rows: int, length: int, *, device: torch.device, dtype: torch.
 
 
 def mark_full_rows(batch: Any) -> Any:
-    """Returns a batch on the host in which masks [B, S] without padding are replaced by equal ones of `full_rows`.
+    """Returns a batch on the host in which masks [B, S] without padding are replaced with those of `full_rows`.
 
-    Collators often add a mask of ones to full rows. Reading its values on the device would wait.
+    Collators often add a mask of ones to full rows. Reading its values on the device would synchronize.
     """
     if not isinstance(batch, dict):
         return batch
@@ -70,21 +70,22 @@ def mark_full_rows(batch: Any) -> Any:
 
 
 def unpadded_keys(attention_mask: Tensor | None) -> Tensor | None:
-    """Returns the mask of an encoder, [B, 1, 1, S]: every query sees every key that is not padding (0).
+    """Returns the mask of an encoder, [B, 1, 1, S]: every query attends to every key that is not padding (0).
 
-    A mask [B, 1, S, S] is bool and taken as it is. None stays None: all see all.
+    A mask [B, 1, S, S] is bool and used unchanged. None stays None: all positions are visible.
     """
     if attention_mask is None or is_full(attention_mask):
         return None
     if attention_mask.dim() == 4:
         return checked_mask(attention_mask)
     visible = attention_mask.bool()[:, None, None, :]
-    # A row of nothing but padding sees all of it: a softmax over nothing is nan in some kernels.
+    # In a row that consists of padding, all positions are visible, because the softmax over no keys is nan in some
+    # kernels.
     return visible | ~visible.any(dim=-1, keepdim=True)
 
 
 def visible_keys(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-    """Returns the mask of a decoder, [B, 1, S, S], or None where causality alone decides."""
+    """Returns the mask of a decoder, [B, 1, S, S]; None if attention is only causal."""
     visible = None
     if attention_mask is not None:
         visible = checked_mask(attention_mask) if attention_mask.dim() == 4 else causal_mask(attention_mask)
@@ -101,17 +102,17 @@ def decoder_mask(
     width: int | None = None,
     is_whole: bool = True,
 ) -> Mask | None:
-    """Returns what `attention` and the layers of a decoder need to know of padding and documents, once per batch.
+    """Returns the mask argument for `attention` and the layers of a decoder, once per batch.
 
     Args:
         attention_mask: [B, S], 0 at padding. One of four dims is bool and used unchanged.
-        document_ids: [B, S], equal for tokens that may see each other.
+        document_ids: [B, S], equal for tokens that attend to each other.
         width: The width of the heads. For widths that flex attention does not support, each layer would have to create
             the mask.
-        is_whole: That of the model's sequence: one that is split over ranks accepts only masks.
+        is_whole: That of the model's sequence; a sequence that is sharded over ranks accepts only masks.
 
     Returns:
-        None if attention is only causal, the borders of blocks where they are faster, and otherwise a mask
+        None if attention is only causal, block boundaries where they are faster, and otherwise a mask
         [B, 1, S, S].
 
     >>> decoder_mask(None) is None
@@ -132,11 +133,11 @@ def decoder_mask(
 
 
 def causal_mask(attention_mask: Tensor) -> Tensor:
-    """Returns a mask [B, 1, S, S], True where a query may see a key: not later, and not padding (0)."""
+    """Returns a mask [B, 1, S, S], True where a query attends to a key that is not later and not padding (0)."""
     length = attention_mask.shape[-1]
     ones = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device)
     visible = ones.tril() & attention_mask.bool()[:, None, None, :]
-    # Padding sees itself: a row without any visible key would be a softmax over nothing, which is nan.
+    # Padding attends to itself, because the softmax of a row without visible keys is nan.
     return visible | ones.triu().tril()
 
 
@@ -151,9 +152,9 @@ def checked_mask(attention_mask: Tensor) -> Tensor:
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """Returns the labels [B, S] moved one place to the left, so that position i is scored on token i + 1.
+    """Returns the labels [B, S] shifted to the left, so that position i predicts token i + 1.
 
-    The labels are shifted, not the logits: cutting a position off the logits would copy them all.
+    The labels are shifted instead of the logits, because removing a position from the logits would copy all of them.
     """
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
@@ -161,7 +162,7 @@ def next_tokens(labels: Tensor) -> Tensor:
 def split_heads(projected: Tensor, head_size: int) -> Tensor:
     """Returns a view [B, H, S, W] of a projection [B, S, H × W].
 
-    The number of heads is read off the tensor: under tensor parallelism a rank holds only some of them.
+    The number of heads is that of the tensor, because with tensor parallelism a rank has only some of them.
     """
     return projected.view(*projected.shape[:-1], -1, head_size).transpose(1, 2)
 
@@ -177,11 +178,11 @@ def attend(
     scale: float | None = None,
     sequence: WholeSequence | None = None,
 ) -> Tensor:
-    """Mixes values [B, keys, H × W] into [B, queries, H × W] with torch's fastest kernel for the case.
+    """Computes attention [B, keys, H × W] → [B, queries, H × W] with torch's fastest kernel for the inputs.
 
-    `mask` has four dims and broadcasts to [B, H, queries, keys]: bool (True: may see), or numbers that are added to
-    the scores. `dropout` is that of the attention weights and falls as given: pass 0 outside of training. `scale`
-    multiplies the scores and defaults to 1 / √W. `sequence` is that of a layer whose positions may be split over ranks.
+    `mask` has four dims and broadcasts to [B, H, queries, keys]: bool (True: visible), or numbers that are added to the
+    scores. `dropout` applies to the attention weights in any mode: pass 0 outside of training. `scale` multiplies the
+    scores and defaults to 1 / √W. `sequence` is that of a layer whose positions may be sharded over ranks.
     """
     mixed = (sequence or WholeSequence()).attend(
         split_heads(queries, head_size),
@@ -205,7 +206,7 @@ def attention(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    """Mixes values for a model of your own, with the fastest kernel for the case.
+    """Attention for your own model, with the fastest kernel for the inputs.
 
     Args:
         queries: [B, H, S, W].
@@ -213,13 +214,13 @@ def attention(
         values: [B, K, S, W].
         mask: None, the result of `decoder_mask(attention_mask, document_ids)`, or a tensor that broadcasts to
             [B, H, S, S]: bool (True: visible) or numbers that are added to the scores.
-        is_causal: Whether a query sees only keys that are not later. Ignored with a mask.
-        window: Limits causal attention to that many keys: the query's own and those before it.
-        dropout: Applied to the weights as given: pass 0 outside of training.
+        is_causal: Whether a query attends only to keys that are not later. Ignored with a mask.
+        window: Limits causal attention to that many keys: the query's own and the previous ones.
+        dropout: Applied to the attention weights in any mode: pass 0 outside of training.
         scale: Multiplies the scores. Default: 1 / √W.
 
     Returns:
-        The mixed values, [B, H, S, W].
+        The output, [B, H, S, W].
 
     >>> queries, keys = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
     >>> attention(queries, keys, keys).shape
@@ -254,32 +255,33 @@ def attention(
 def needs_equal_heads(queries: Tensor) -> bool:
     """Returns True if masked attention with fewer key heads than query heads would use torch's math kernel.
 
-    That one stores all weights [B, H, S, S]. On a GPU only cuDNN's kernel accepts both a mask and grouped heads, in 16
-    bits and for widths up to 128 (256 on Hopper) that are multiples of 8; with equal heads other kernels accept the
-    mask (benchmarks/results/grouped_attention.md).
+    The math kernel stores all weights [B, H, S, S]. On a GPU only cuDNN's kernel accepts both a mask and grouped heads,
+    in 16 bits and for widths up to 128 (256 on Hopper) that are multiples of 8; with equal heads other kernels accept
+    the mask (benchmarks/results/grouped_attention.md).
     """
     is_served = queries.dtype in (torch.bfloat16, torch.float16) and queries.shape[-1] % 8 == 0
     return waits_for_memory(queries.device) and not (is_served and queries.shape[-1] <= 128)
 
 
 class WholeSequence:
-    """All positions of the sequence are here: nothing is cut, gathered or weighed."""
+    """All positions of the sequence are on this rank, so nothing is split, gathered or weighted."""
 
     is_whole = True
 
     def take(self, tensor: Tensor, dim: int = 1, fill: int = 0) -> Tensor:
-        """Returns this rank's part of what has one entry per position in `dim`; `fill` stands for positions added."""
+        """Returns this rank's part of a tensor with one entry per position in `dim`; `fill` is the value of added
+        positions."""
         return tensor
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Returns the places [S] in the whole sequence of `length` that this rank's tokens have."""
+        """Returns the positions [S] of this rank's tokens in the whole sequence of `length`."""
         return torch.arange(length, device=device)
 
     def expect(self, length: int) -> None:
-        """Says how long the sequence is whose parts come next, where a stage of a pipeline cuts none itself."""
+        """Sets the length of the next sequence on a pipeline stage that does not split it itself."""
 
     def bounds(self, length: int, device: torch.device) -> Tensor | None:
-        """Returns a mask [1, 1, 1, all keys] for where every query sees every key; None where none is needed."""
+        """Returns a mask [1, 1, 1, all keys] for attention without causality; None if no mask is needed."""
         return None
 
     def attend(
@@ -294,10 +296,11 @@ class WholeSequence:
         dropout: float = 0.0,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Mixes the values of all positions for this rank's queries: each [B, heads, S, W], of this rank's positions.
+        """Attention over all positions for this rank's queries; each argument is [B, heads, S, W] of this rank's
+        positions.
 
-        `mask` broadcasts to [B, heads, all queries, all keys]: bool (True: may see), or numbers added to the scores;
-        or it is the documents of packed rows, within which no query sees a later key.
+        `mask` broadcasts to [B, heads, all queries, all keys]: bool (True: visible), or numbers added to the scores; or
+        it describes the documents of packed rows, within which attention is causal.
         """
         if isinstance(mask, DocumentBorders):
             if not dropout:
@@ -321,13 +324,14 @@ class WholeSequence:
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, dropout_p=dropout, **options)
 
     def mean(self, loss: Tensor, targets: Tensor) -> Tensor:
-        """Returns the mean loss over the whole sequence, from that over this rank's `targets` (ignored ones apart)."""
+        """Returns the mean loss over the whole sequence from the mean over this rank's `targets` (without ignored
+        ones)."""
         return loss
 
     def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Returns the parts of all ranks along `dim`, in the order of positions, without any that were added."""
+        """Returns the parts of all ranks along `dim`, in the order of positions, without padding."""
         return tensor
 
     def beside_loss(self, logits: Tensor) -> Tensor | None:
-        """Returns the logits that go with a loss; in a training step on a split sequence there are none."""
+        """Returns the logits that accompany a loss; None in a training step on a sharded sequence."""
         return logits

@@ -1,4 +1,4 @@
-"""Attention in rows of several documents or with padding: blocks that no query sees are skipped instead of masked."""
+"""Attention in rows of several documents or with padding: invisible blocks are skipped instead of masked."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from trainwright.models.layers.kernel_table import FLEX_WIDTHS, Kind, fastest
 logger = logging.getLogger(__name__)
 
 BLOCK = 128
-"""Queries, and keys, that are skipped or not as one: torch's own choice for flex attention."""
+"""The block size of queries and keys: torch's default for flex attention."""
 
 
 class DocumentBorders(NamedTuple):
-    """Which blocks of keys each block of queries meets, and the other way round for the backward pass.
+    """The blocks of keys that each block of queries attends to, and the reverse for the backward pass.
 
-    A block pair is left out (nothing in it may be seen), full (all of it may be) or looked at pair by pair. Of each
-    row of `…_indices` only the first `…_num_blocks` count. N is the number of blocks in a row. All are contiguous: the
-    kernel reads the indices of a row side by side, whatever their strides are.
+    A block pair is skipped (nothing is visible), full (everything is visible) or partial (evaluated per element). In
+    each row of `…_indices`, only the first `…_num_blocks` count. N is the number of blocks in a row. All tensors are
+    contiguous, because the kernel ignores the strides of the indices of a row.
     """
 
     document_ids: Tensor
-    """[B, S]: a query sees the keys with an id equal to its own that are not later."""
+    """[B, S]: a query attends to the keys with its id that are not later."""
     key_ids: Tensor
-    """[B, S]: the ids of the keys. They differ from `document_ids` in padded rows, where no query sees padding."""
+    """[B, S]: the ids of the keys. They differ from `document_ids` in padded rows, in which no query attends to
+    padding."""
     kv_num_blocks: Tensor
-    """[B, 1, N] and, for the indices, [B, 1, N, N], int32; so are all that follow."""
+    """[B, 1, N] and, for the indices, [B, 1, N, N], int32; as for all following fields."""
     kv_indices: Tensor
     full_kv_num_blocks: Tensor
     full_kv_indices: Tensor
@@ -43,25 +44,25 @@ class DocumentBorders(NamedTuple):
     full_q_indices: Tensor
 
     def visible(self) -> Tensor:
-        """Returns the mask [B, 1, S, S] of the same borders."""
+        """Returns the equivalent mask [B, 1, S, S]."""
         return visible_pairs(self.document_ids, self.key_ids)
 
 
 def has_blocks(rows: Tensor, kind: Kind = "packed", *, width: int | None = None) -> bool:
-    """Returns True if borders in blocks are fastest for rows [B, S] and heads of this width: on GPUs with Triton.
+    """Returns True if block boundaries are fastest for rows [B, S] and heads of this width: on GPUs with Triton.
 
     A `width` of None is not known yet.
     """
     device, length = rows.device, rows.shape[1]
-    is_there = waits_for_memory(device) and device.index is not None  # a run that is only planned has no GPU
+    is_there = waits_for_memory(device) and device.index is not None  # a fake run has no GPU
     return is_there and not length % BLOCK and fastest(kind, length, width) == "flex" and has_triton()
 
 
 def document_borders(document_ids: Tensor, key_ids: Tensor | None = None) -> DocumentBorders:
-    """Returns the borders of rows [B, S], S a multiple of BLOCK, in which no token sees a later one.
+    """Returns the block boundaries of rows [B, S], with S a multiple of BLOCK, for causal attention.
 
-    Any ids are valid; if they rise along the row, as those of data/pack.py do, no block is computed unnecessarily.
-    `key_ids` are the ids of the keys if they differ from those of the queries. Does not wait for the device.
+    Any ids are valid; if they increase along the row, like those of data/pack.py, no block is computed unnecessarily.
+    `key_ids` are the ids of the keys if they differ from those of the queries. Does not synchronize with the device.
     """
     key_ids = document_ids if key_ids is None else key_ids
     query_lowest, query_highest = _ranges(document_ids)  # [B, 1, N]
@@ -85,23 +86,24 @@ def document_borders(document_ids: Tensor, key_ids: Tensor | None = None) -> Doc
 
 def _ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the lowest and the highest id of each block, [B, 1, N]."""
-    # Padding (-1) stands at the end of a row: as the largest id it does not stretch the range of the last block.
+    # Padding (-1) is at the end of a row; with the largest id, it does not extend the range of the last block.
     rising = torch.where(ids < 0, torch.iinfo(ids.dtype).max, ids)
-    # Four dims from here on: compiled code gives a dim of one that is put in later the stride 0, and the kernel goes
-    # from row to row of the batch by just that stride.
+    # Four dims from here on, because compiled code gives a dim of size 1 that is inserted later the stride 0, which the
+    # kernel uses to move from row to row.
     blocks = rising.view(len(rising), 1, -1, BLOCK)
     return blocks.amin(dim=3), blocks.amax(dim=3)
 
 
 def padded_borders(attention_mask: Tensor) -> DocumentBorders:
-    """Returns the borders of rows [B, S] with padding (0): every query sees the keys before it that are not padding."""
+    """Returns the block boundaries of rows [B, S] with padding (0): every query attends to earlier keys that are not
+    padding."""
     key_ids = torch.where(attention_mask.bool(), 0, -1)
     return document_borders(torch.zeros_like(key_ids), key_ids)
 
 
 def visible_pairs(document_ids: Tensor, key_ids: Tensor | None = None) -> Tensor:
-    """Returns the mask [B, 1, S, S] of the same borders: True where a query may see a key."""
-    # Padding (-1) is a document of its own: it sees itself, so no query is left without a key.
+    """Returns the equivalent mask [B, 1, S, S]: True where a query attends to a key."""
+    # Padding (-1) is a separate document that attends to itself, so every query has a key.
     key_ids = document_ids if key_ids is None else key_ids
     return (document_ids[:, None, :, None] == key_ids[:, None, None, :]).tril()
 
@@ -109,13 +111,13 @@ def visible_pairs(document_ids: Tensor, key_ids: Tensor | None = None) -> Tensor
 def attend_within_documents(
     queries: Tensor, keys: Tensor, values: Tensor, borders: DocumentBorders, *, scale: float | None, enable_gqa: bool
 ) -> Tensor | None:
-    """Mixes values within documents by flex attention; None where its kernel cannot run, and nothing has happened."""
+    """Attention within documents with flex attention; None if its kernel cannot run."""
     if not _is_taken(queries):
         return None
     if torch.compiler.is_compiling():
         return flex(queries, keys, values, borders, scale, enable_gqa)
     kernel = _compiled_flex()
-    # Modes that listen to every operation (checks, counters, selective activation checkpointing) would be compiled into
+    # Modes that intercept every operation (checks, counters, selective activation checkpointing) would be compiled into
     # the kernel.
     if kernel.failed or has_modes():
         return None
@@ -125,7 +127,8 @@ def attend_within_documents(
 def flex(
     queries: Tensor, keys: Tensor, values: Tensor, borders: DocumentBorders, scale: float | None, enable_gqa: bool
 ) -> Tensor:
-    """Calls flex attention [B, heads, S, W] with borders; for compiled code, since otherwise it holds all scores."""
+    """Calls flex attention [B, heads, S, W] with block boundaries; for compiled code, because in eager mode it
+    materializes all scores."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     of_queries, of_keys = borders.document_ids, borders.key_ids
@@ -141,7 +144,7 @@ def flex(
 
 
 class _CompiledFlex:
-    """Flex attention as one compiled kernel for code that is not compiled; given up for good where it fails."""
+    """Flex attention as a compiled kernel for eager code; disabled permanently after a failure."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -154,8 +157,8 @@ class _CompiledFlex:
             self.failed = True
             first = str(error).strip().splitlines()[0]
             logger.warning(
-                "Attention within documents goes on with masks over all pairs of tokens, which is slower: torch's flex "
-                "attention cannot be compiled here (%s: %s).",
+                "Attention within documents continues with masks over all pairs of tokens, which is slower: torch's "
+                "flex attention cannot be compiled here (%s: %s).",
                 type(error).__name__,
                 first,
             )
@@ -173,7 +176,8 @@ def _is_taken(queries: Tensor) -> bool:
 
 
 def _ordered(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns how many columns of each row of a mask [B, 1, N, N] are True and their numbers, those first."""
+    """Returns the number of True columns in each row of a mask [B, 1, N, N], and the columns' indices with these
+    first."""
     counts = mask.sum(dim=-1, dtype=torch.int32)
-    columns = mask.to(torch.int32).argsort(dim=-1, descending=True, stable=True)  # laid out as the mask is
+    columns = mask.to(torch.int32).argsort(dim=-1, descending=True, stable=True)  # with the layout of the mask
     return counts.contiguous(), columns.to(torch.int32, memory_format=torch.contiguous_format)

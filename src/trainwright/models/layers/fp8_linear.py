@@ -33,14 +33,14 @@ Recipe = Literal["tensorwise", "rowwise"]
 FORWARD_DTYPE, GRADIENT_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
 """The sizes of both factors must be divisible by this, except for the rows of the first."""
-_WIDE = 1024  # weights with this many outputs have a product of their own: joining gradients is a pass over them
+_WIDE = 1024  # weights with this many outputs have a separate product, because joining gradients takes a pass over them
 _SMALLEST_AMAX = 1e-12  # a tensor of zeros must not have a scale of 0
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that trains in fp8; it evaluates, and computes without gradients, as nn.Linear does.
+    """A linear layer that trains in fp8; in evaluation and without gradients it computes like nn.Linear.
 
-    `use_fp8` of models/fp8.py turns an nn.Linear into one. Parameters, state dict and hooks do not change.
+    `use_fp8` of models/fp8.py converts an nn.Linear to one. Parameters, state dict and hooks do not change.
     """
 
     evaluates_as: ClassVar[type[nn.Module]] = nn.Linear
@@ -80,7 +80,7 @@ def linears(input: Tensor, *layers: nn.Module) -> list[Tensor]:
     is_fp8 = kind in (Fp8Linear, Fp8LoRALinear) and all(_computes_in_fp8(layer, input) for layer in layers)
     if kind is Fp8Linear and is_fp8:
         return _fp8_linears(input, alike)
-    # Each layer with dropout has a mask of its own.
+    # Each layer with dropout has a separate mask.
     has_adapters = kind in (LoRALinear, Fp8LoRALinear, QuantizedLoRALinear)
     if has_adapters and not any(layer.training and layer.lora_dropout for layer in alike):
         outputs = _fp8_linears(input, alike) if is_fp8 else [layer.base(input) for layer in alike]
@@ -140,7 +140,8 @@ class _TensorwiseProduct(torch.autograd.Function):
         cast_rows = cast(rows, row_scale, FORWARD_DTYPE)
         cast_weights = _join([cast(each, weight_scale, FORWARD_DTYPE) for each in weights], dim=0)
         output = scaled_product(cast_rows, cast_weights, row_scale, weight_scale, rows.dtype, bias=bias, fast=True)
-        # The weights are saved as they are and cast again: with FSDP a copy of each would be a copy of the whole model.
+        # The weights are saved unchanged and cast again, because with FSDP a copy of each would be a copy of the whole
+        # model.
         kept = [_transposed(cast_rows)] if is_trained else []
         ctx.save_for_backward(row_scale, weight_scale, *weights, *kept)
         ctx.num_weights = len(weights)
@@ -202,7 +203,7 @@ class _RowwiseProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients of x, of the bias and of each weight."""
-        saved = ctx.saved_tensors  # once: reading it again would recompute a checkpointed layer again
+        saved = ctx.saved_tensors  # once, because reading it again would recompute a checkpointed layer again
         weights, kept = saved[: ctx.num_weights], saved[ctx.num_weights :]
         row_gradient = None
         if ctx.needs_input_grad[1]:

@@ -32,19 +32,19 @@ FLASH_WIDTHS = range(8, 257, 8)
 FASTEST: Mapping[Kind, tuple[Row, ...]] = {
     # Rows of 512 tokens took as long with a mask.
     "packed": (Row("flex", 1024, FLEX_WIDTHS),),
-    # Not measured: assumed to be like packed rows, whose blocks are skipped in the same way.
+    # Not measured; assumed to be like packed rows, whose blocks are skipped in the same way.
     "padded": (Row("flex", 1024, FLEX_WIDTHS),),
     "window": (Row("varlen", 0, FLASH_WIDTHS),),
     "packed window": (),
 }
-"""The first line that fits is used, "torch" if none does. FLASH_FIRST decides for causal rows without a mask."""
+"""The first matching line is used, or "torch" if none matches. FLASH_FIRST decides for causal rows without a mask."""
 
 FLASH_FIRST = ("FA3", "FA4")
 """Versions of FlashAttention that are preferred to cuDNN's kernel if torch has activated them; version 2 is slower."""
 
 
 def fastest(kind: Kind, length: int, width: int | None = None) -> Kernel:
-    """Returns the kernel for rows of `length` tokens; a `width` of None, not known yet, fits every line."""
+    """Returns the kernel for rows of `length` tokens; a `width` of None (not yet known) matches every line."""
     for kernel, shortest, widths in FASTEST[kind]:
         if length >= shortest and (width is None or width in widths):
             return kernel

@@ -1,6 +1,6 @@
 """Losses of the shipped models: the fused output projection and cross-entropy, and the classifiers' loss.
 
-The fused loss never holds the logits of all tokens. On a GPU its kernel is in softmax_kernel.py.
+The fused loss never stores the logits of all tokens. On a GPU its kernel is in softmax_kernel.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from trainwright.models.layers.attention import WholeSequence
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Returns the tensor in float32, or in float64 where it is: the log of a sum loses too much in 16 bits."""
+    """Returns the tensor in float32, or float64 unchanged, because the log of a sum is too inaccurate in 16 bits."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the log-probability of each label [B, S − 1] under logits [B, S, V] of a causal model, at least float32.
+    """Returns the log-probability of each label [B, S − 1] for logits [B, S, V] of a causal model, in at least float32.
 
     Labels [B, S] are those of the input tokens; it is 0 where they are -100, and the first one is not predicted.
     """
@@ -37,13 +37,15 @@ def label_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 CHUNK_ELEMENTS = 2**27
-"""Logits at a time, held twice: 1 GiB in float32, half of that in bf16 with the kernel. On an H200, before that kernel,
-half as many took 12 % longer, and twice as many 83 % more memory for no less time (benchmarks/results/loss.md)."""
+"""The number of logits at a time, in memory twice: 1 GiB in float32, half of that in bf16 with the kernel. On an H200,
+without that kernel, half as many took 12 % longer, and twice as many needed 83 % more memory without saving time
+(benchmarks/results/loss.md)."""
 CHUNK_MULTIPLE = 128
-"""Chunks are of equally many rows, a multiple of this: no tile of a matrix product is then cut, and compiled code has
-one form of a chunk for all."""
+"""Chunks have the same number of rows, a multiple of this, so no tile of a matrix product is partial and compiled code
+has one chunk shape."""
 ALIGNED_CLASSES = 64
-"""On a GPU a head is filled up to a multiple of so many classes: with GPT-2's 50,257 its products take a slow path."""
+"""On a GPU, a head is padded to a multiple of this many classes, because products with GPT-2's 50,257 take a slow
+path."""
 
 
 def linear_cross_entropy(
@@ -57,7 +59,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Returns the mean loss, float32, of hidden states [N, D] through a head [V, D] (and [V]) on targets [N].
 
-    Targets of `ignore_index` count for nothing; if all are, the loss is nan, as torch's is, and the gradients are 0.
+    Targets of `ignore_index` are ignored; if all are ignored, the loss is nan, as in torch, and the gradients are 0.
     """
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
@@ -91,13 +93,13 @@ def head_loss(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def rows_of_chunk(num_rows: int, num_classes: int) -> int:
-    """Returns how many rows are taken at a time, so that chunks are nearly equal and within CHUNK_ELEMENTS."""
+    """Returns the number of rows per chunk, so that chunks are nearly equal and within CHUNK_ELEMENTS."""
     num_chunks = max(1, -(-num_rows * num_classes // CHUNK_ELEMENTS))
     return -(-num_rows // (num_chunks * CHUNK_MULTIPLE)) * CHUNK_MULTIPLE
 
 
 def fuses_loss(wanted: bool | None, head: nn.Module, criterion: nn.Module, hidden: Tensor, *, training: bool) -> bool:
-    """Whether a pass takes head and loss in one: in training alone, and by itself (None) on a GPU.
+    """Returns True if a forward fuses head and loss: only in training, and by default (None) only on a GPU.
 
     `wanted: true` where that cannot be is rejected.
     """
@@ -115,17 +117,17 @@ def fuses_loss(wanted: bool | None, head: nn.Module, criterion: nn.Module, hidde
 
 
 def is_plain_head(head: nn.Module) -> bool:
-    """Whether a head is only its weight and bias, whole on this rank: no adapter or hook that a product would miss."""
+    """Returns True if a head is only its weight and bias, in full on this rank, without adapters or hooks."""
     return (
         type(head) is nn.Linear
         and isinstance(head.weight, nn.Parameter)
-        and not hasattr(head.weight, "device_mesh")  # a DTensor, whose class takes long to import
+        and not hasattr(head.weight, "device_mesh")  # a DTensor, whose class is slow to import
         and not (head._forward_hooks or head._forward_pre_hooks)
     )
 
 
 def is_plain_mean(criterion: nn.Module) -> bool:
-    """Whether a criterion is the mean cross-entropy with -100 ignored, and nothing more."""
+    """Returns True if a criterion is exactly the mean cross-entropy with -100 ignored."""
     return (
         type(criterion) is nn.CrossEntropyLoss
         and (criterion.ignore_index, criterion.reduction) == (IGNORED_LABEL, "mean")
@@ -136,7 +138,7 @@ def is_plain_mean(criterion: nn.Module) -> bool:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Works out the gradients in the forward pass, while a chunk's logits are there; `backward` only scales them."""
+    """Computes the gradients in the forward pass, while a chunk's logits are in memory; `backward` only scales them."""
 
     @staticmethod
     def forward(
@@ -171,9 +173,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add(sums, "weight", grads.t() @ torch.where(is_counted, states, 0.0), precise)
             if needs_bias:
                 _add(sums, "bias", (grads.t() @ is_counted.to(grads.dtype)).squeeze(1), precise)
-            del grads  # before the next chunk's take their place beside them
+            del grads  # before the next chunk's are allocated
         count = counted.sum()
-        # Scaled only in `backward`: in float16 a gradient divided by the number of tokens would vanish.
+        # Scaled only in `backward`, because in float16 a gradient divided by the number of tokens would underflow.
         ctx.save_for_backward(
             None if not needs_hidden else torch.cat(hidden_grads) if hidden_grads else torch.zeros_like(hidden),
             _sum_of(sums, "weight", weight) if needs_weight else None,
@@ -186,16 +188,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         *grads, count = ctx.saved_tensors
-        scale = grad_loss / count.clamp(min=1)  # a number of no dims: the gradients keep their dtype
+        scale = grad_loss / count.clamp(min=1)  # a 0-dim tensor, so the gradients keep their dtype
         return (*(None if grad is None else grad * scale for grad in grads), None, None, None)
 
 
 def _losses_and_grads(
     states: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, precise: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns the log share of each row's target [rows, 1] and the gradient of its loss [rows, V], in `states`' dtype.
+    """Returns each target's log-probability [rows, 1] and the gradient of its loss [rows, V], in the dtype of `states`.
 
-    The gradient is the shares, less one at the target.
+    The gradient is the probabilities, minus one at the target.
     """
     logits = states @ weight.t() if bias is None else torch.addmm(bias, states, weight.t())
     if precise == torch.float32 and waits_for_memory(logits.device) and has_triton():
@@ -203,7 +205,7 @@ def _losses_and_grads(
 
         of_target, grads = softmax_gradient(logits, chosen)
         return of_target, grads
-    # Only the precise form of the logits is kept: at most two tensors of their size are there at any time.
+    # Only the precise form of the logits is kept, so at most two tensors of their size exist at any time.
     logits = logits.to(precise)
     log_shares = torch.log_softmax(logits, dim=-1)
     del logits
@@ -220,7 +222,7 @@ def _losses_and_grads(
 
 
 def _aligned(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Returns head and bias, filled up with classes of no probability where products are then faster."""
+    """Returns head and bias, padded with classes of probability 0 if products are then faster."""
     missing = -weight.shape[0] % ALIGNED_CLASSES if waits_for_memory(weight.device) else 0
     if not missing:
         return weight, bias
@@ -230,7 +232,7 @@ def _aligned(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None
 
 def _add(sums: dict[str, Tensor], name: str, share: Tensor, precise: torch.dtype) -> None:
     if name in sums:
-        sums[name].add_(share)  # in place, and precise without a precise copy of the share
+        sums[name].add_(share)  # in place, and precise without a precise copy of the probabilities
     else:
         sums[name] = share.to(precise)
 
@@ -256,7 +258,7 @@ def count_labels(criterion: Any, labels: Tensor) -> Tensor | None:
 
 
 def class_criterion(num_labels: int) -> nn.Module:
-    """Returns the cross entropy over classes or, as transformers does, the squared error for a single output."""
+    """Returns the cross entropy over classes or, as in transformers, the squared error for a single output."""
     return nn.MSELoss() if num_labels == 1 else nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)
 
 
@@ -275,14 +277,15 @@ def class_loss(criterion: nn.Module, logits: Tensor, labels: Tensor | None) -> T
 
 
 def num_labels_of(config: Mapping[str, Any]) -> int:
-    """Returns how many classes a config.json names; Hugging Face writes their names alone, and none for two."""
+    """Returns the number of classes in a config.json; Hugging Face writes only their names, and none for two
+    classes."""
     if config.get("id2label"):
         return len(config["id2label"])
     return int(config.get("num_labels") or 2)
 
 
 def label_names(num_labels: int, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the classes' names as config.json keeps them: numbers, unless as many names were read with the model."""
+    """Returns the classes' names for config.json: numbers, unless the same number of names was read with the model."""
     if config.get("id2label") and len(config["id2label"]) == num_labels:
         return {}  # the config that was read is kept
     names = [f"LABEL_{number}" for number in range(num_labels)]

@@ -5,9 +5,9 @@
 | nf4  | 16 quantiles of a normal distribution | 64 weights  | 8 bits, and a range for each 256 | 4.1             |
 | int8 | the integers from -127 to 127         | 256 weights | fp32                             | 8.1             |
 
-A block is consecutive weights of the flattened matrix; the largest absolute value sets its scale, as in QLoRA. Codes
-and scales are frozen integer parameters: checkpoints save or reference them, and a cast of the model leaves them as
-they are. Encoding and decoding have the same bits on every device. models/quantize.py chooses the layers.
+A block consists of consecutive weights of the flattened matrix; the largest absolute value defines its scale, as in
+QLoRA. Codes and scales are frozen integer parameters: checkpoints save or reference them, and a cast of the model does
+not change them. Encoding and decoding are bitwise identical on every device. models/quantize.py chooses the layers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STORED = {"nf4": ("weight_codes", "weight_scales", "weight_ranges"), "int8": ("
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with a quantized weight; `quantize` turns an nn.Linear into one."""
+    """A linear layer with a quantized weight; `quantize` converts an nn.Linear to one."""
 
     quantized_type: QuantizedType
     weight_dtype: torch.dtype
@@ -55,7 +55,7 @@ class QuantizedLinear(nn.Linear):
         return _product(input, self)
 
     def extra_repr(self) -> str:
-        """Adds the type to the text that torch prints."""
+        """Adds the type to the representation."""
         return f"{super().extra_repr()}, {self.quantized_type}"
 
 
@@ -79,12 +79,12 @@ class QuantizedLoRALinear(LoRALinear):
         dequantize(self)
 
     def extra_repr(self) -> str:
-        """Adds the type to the text that torch prints."""
+        """Adds the type to the representation."""
         return f"{super().extra_repr()}, {self.quantized_type}"
 
 
 _QUANTIZED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: QuantizedLinear, LoRALinear: QuantizedLoRALinear}
-"""The classes of layers that can be quantized, with the class that they get."""
+"""The classes of layers that can be quantized, with the class that replaces each."""
 
 
 def can_quantize(layer: nn.Module) -> bool:
@@ -105,7 +105,7 @@ def quantized_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedLinear | 
 
 
 def num_weights(layer: QuantizedLinear | QuantizedLoRALinear) -> int:
-    """Returns the number of weights that the codes stand for."""
+    """Returns the number of weights that the codes represent."""
     return layer.out_features * layer.in_features
 
 
@@ -116,7 +116,8 @@ def stored_names(kind: QuantizedType) -> tuple[str, ...]:
 
 @torch.no_grad()
 def quantize(layer: nn.Module, kind: QuantizedType) -> None:
-    """Replaces the weight of a layer by codes and scales, in place; raises ValueError for values that have none."""
+    """Replaces the weight of a layer with codes and scales, in place; raises ValueError for values that cannot be
+    encoded."""
     module: Any = layer
     weight = module.weight
     encoded = encode(weight, kind)
@@ -127,7 +128,8 @@ def quantize(layer: nn.Module, kind: QuantizedType) -> None:
     for name, tensor in zip(_STORED[kind], encoded, strict=True):
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     if kind == "nf4":
-        # A buffer, because a copy from the host cannot be captured in a graph; integers, which no cast changes.
+        # A buffer, because a copy from the host cannot be captured in a graph; integers, because casts do not change
+        # them.
         table = torch.tensor(NF4, device=weight.device).view(torch.int32)
         module.register_buffer("weight_table", table, persistent=False)
 
@@ -145,7 +147,7 @@ def dequantize(layer: QuantizedLinear | QuantizedLoRALinear) -> None:
 
 
 def dequantized_weight(layer: QuantizedLinear | QuantizedLoRALinear) -> Tensor:
-    """Returns the weight [out, in] that the codes stand for, in the dtype that the weight had."""
+    """Returns the dequantized weight [out, in], in the dtype of the original weight."""
     shape = (layer.out_features, layer.in_features)
     return decode(layer.quantized_type, _stored(layer), shape).to(layer.weight_dtype)
 
@@ -180,7 +182,7 @@ def decode(kind: QuantizedType, stored: Sequence[Tensor], shape: tuple[int, int]
     else:
         codes, scale_bits = stored
         scales, blocks = scale_bits.view(torch.float32), codes.float().view(-1, INT8_BLOCK)
-    blocks *= scales[:, None]  # in place: the weight is there once in fp32
+    blocks *= scales[:, None]  # in place, so that there is one fp32 copy of the weight
     return blocks.view(-1)[: shape[0] * shape[1]].view(shape)
 
 
@@ -253,8 +255,8 @@ class _Product(torch.autograd.Function):
         kind, shape, dtype = ctx.facts
         codes, scales, *rest = ctx.saved_tensors
         if torch.compiler.is_compiling():
-            # The compiler would decode the weight once and keep it for the backward pass. As a function of the gradient
-            # it cannot: the sum of no elements is 0, and costs nothing.
+            # The compiler would decode the weight once and keep it for the backward pass. If the codes depend on the
+            # gradient, it cannot; the sum of an empty slice is 0.
             zero = gradient[:0].sum()
             codes, scales = codes + zero.to(codes.dtype), scales + zero.to(scales.dtype)
         input_gradient = None

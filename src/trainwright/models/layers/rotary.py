@@ -1,6 +1,6 @@
-"""Rotary positions: each pair of a head's features is turned by an angle that grows with the position.
+"""Rotary positions: each pair of a head's features is rotated by an angle that grows with the position.
 
-Scaling stretches the slow turns, so that a model reads rows longer than those it was trained on.
+Scaling stretches the low frequencies, so that a model can read rows longer than those it was trained on.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from trainwright.backends import waits_for_memory
 from trainwright.errors import ConfigError
 
-# (cosines, sines) of the rotation angles, each [S, W / 2], or [B, 1, S, W / 2] where rows have positions of their own.
+# (cosines, sines) of the rotation angles, each [S, W / 2], or [B, 1, S, W / 2] if rows have different positions.
 Rotations = tuple[Tensor, Tensor]
 
 SCALINGS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""The kinds of scaling, in Hugging Face's words, and the numbers that each needs."""
+"""The kinds of scaling, with Hugging Face's names, and the numbers that each needs."""
 
 
 def rotary_angles(
@@ -30,8 +30,8 @@ def rotary_angles(
 ) -> Rotations:
     """Returns the cosines and sines by which each position (float32) rotates each pair of a head's features.
 
-    They are worked out in every forward pass instead of kept in a buffer: a few tiny kernels, for which a model may
-    be made on the meta device or cast to 16 bits without its positions being lost or blurred.
+    They are computed in every forward instead of stored in a buffer. This takes a few small kernels, and a model can be
+    created on the meta device or cast to 16 bits without losing the precision of its positions.
     """
     exponents = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32) / head_size
     periods = theta**exponents  # positions per radian
@@ -49,8 +49,8 @@ def _rotations(positions: Tensor, periods: Tensor) -> Rotations:
 
 @torch.library.custom_op("trainwright::rotations", mutates_args=())
 def _opaque_rotations(positions: Tensor, periods: Tensor) -> tuple[Tensor, Tensor]:
-    # An operation of its own, which the compiler cannot look into: it would otherwise compute the cosines and sines
-    # again for every element of every head in every layer, which took an eighth of a training step.
+    # A custom operation, because the compiler would otherwise recompute the cosines and sines for every element of
+    # every head in every layer, which took an eighth of a training step.
     return _rotations(positions, periods)
 
 
@@ -61,17 +61,17 @@ def _shapes_of_rotations(positions: Tensor, periods: Tensor) -> tuple[Tensor, Te
 
 
 def scaled_periods(periods: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Stretches the periods [W / 2] by `factor`: all of them, or as Llama 3 does only the long ones.
+    """Stretches the periods [W / 2] by `factor`: all of them, or only the long ones as in Llama 3.
 
-    llama3: a turn that fits `high_freq_factor` times into the original context stays as it is, one that fits fewer
-    than `low_freq_factor` times is stretched in full, and between the two the frequencies are blended.
+    llama3: a period that fits at least `high_freq_factor` times into the original context is unchanged, one that fits
+    fewer than `low_freq_factor` times is fully stretched, and in between the frequencies are interpolated.
     """
     stretched: Tensor = periods * scaling["factor"]
     if scaling["rope_type"] == "linear":
         return stretched
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] / (2 * math.pi * periods)
-    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: as it is, 0: stretched
+    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: unchanged, 0: stretched
     blended: Tensor = 1.0 / ((1 - share) / stretched + share / periods)
     return blended
 
@@ -88,9 +88,9 @@ def rotate(heads: Tensor, rotations: Rotations) -> Tensor:
 
 
 class _Turn(torch.autograd.Function):
-    """The rotation in fewer passes over memory than autograd's; its gradient is the rotation back.
+    """The rotation with fewer passes over memory than autograd; its gradient is the inverse rotation.
 
-    For GPUs without a compiler, where each pass counts: 4 % of a training step of a billion weights.
+    For GPUs without a compiler; saves 4 % of a training step of a model with a billion weights.
     """
 
     @staticmethod
@@ -114,7 +114,7 @@ def _turn(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 
 def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Returns a scaling with its `rope_type` and numbers, None for none; rejects kinds that there are not."""
+    """Returns a scaling with its `rope_type` and numbers, or None; rejects unknown kinds."""
     if not scaling:
         return None
     if not isinstance(scaling, Mapping):
@@ -126,7 +126,7 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
                 f"rope_scaling: {dict(scaling)} scales nothing. Give its rope_type: {', '.join(SCALINGS)}."
             )
         return None
-    if kind not in list(SCALINGS):  # a list: what has no hash is rejected too
+    if kind not in list(SCALINGS):  # a list, because unhashable values are rejected too
         raise ConfigError(f"rope_scaling: the rope_type {kind!r} is not supported. Known: {', '.join(SCALINGS)}.")
     needed = SCALINGS[kind]
     numbers = [scaling.get(name) for name in needed]
@@ -140,6 +140,6 @@ def checked_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise ConfigError(
             f"rope_scaling: high_freq_factor {scaling['high_freq_factor']} must be above low_freq_factor "
-            f"{scaling['low_freq_factor']}: between the two the frequencies are blended."
+            f"{scaling['low_freq_factor']}: between the two, frequencies are interpolated."
         )
     return {"rope_type": kind, **{name: scaling[name] for name in needed}}

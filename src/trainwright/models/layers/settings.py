@@ -1,4 +1,5 @@
-"""Settings of the shipped models: how constructors keep them, valid values and inputs, activations, initial weights."""
+"""Settings of the shipped models: how constructors store them, valid values and inputs, activations, initial
+weights."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from trainwright.errors import ConfigError, DataError
 
 MAX_LAYERS = 10_000
-"""Creating a layer takes time even without memory: a damaged file must not occupy a process for hours."""
+"""Creating a layer takes time even without memory, so a damaged file must not occupy a process for hours."""
 ENCODER_KEYS: Mapping[str, tuple[str, Any]] = {
     "hidden_size": ("hidden_size", 768),
     "num_layers": ("num_hidden_layers", 12),
@@ -65,7 +66,7 @@ def check_keywords(constructor: Callable[..., None], given: Mapping[str, Any]) -
     """Rejects invalid keywords by name: `check_keywords(Llama.__init__, locals())`.
 
     The form is taken from the annotation and the range from the name: an int is at least 1, an id at least 0; a dropout
-    is a probability; other numbers are at least 0. Call it first: what follows may then do arithmetic.
+    is a probability; other numbers are at least 0. Call it first, so that later code can do arithmetic.
     """
     for parameter in list(inspect.signature(constructor).parameters.values())[1:]:  # without self
         name, value, forms = parameter.name, given[parameter.name], str(parameter.annotation).split(" | ")
@@ -78,7 +79,7 @@ def check_keywords(constructor: Callable[..., None], given: Mapping[str, Any]) -
 
 
 def _wanted(name: str, value: Any, form: str) -> str | None:
-    """Returns what a setting must be, in words; None if it is valid or its form is not known here."""
+    """Describes the valid values of a setting; returns None if it is valid or its form is unknown."""
     known: dict[str, tuple[type[Any], str]] = {"bool": (bool, "true or false"), "str": (str, "text")}
     known["Mapping[str, Any]"] = (Mapping, "a mapping")
     if form in known:
@@ -106,7 +107,7 @@ def _is_list_of_counts(value: Any) -> bool:
 
 
 def check_heads(hidden_size: int, num_heads: int) -> None:
-    """Rejects a width that does not split evenly over the heads."""
+    """Rejects a width that is not divisible by the number of heads."""
     if hidden_size % num_heads:
         raise ConfigError(
             f"hidden_size {hidden_size} does not split into {num_heads} heads. "
@@ -128,7 +129,7 @@ def check_ids(input_ids: Tensor, *, name: str = "input_ids") -> None:
 def embed(embedding: nn.Embedding, ids: Tensor, *, name: str = "input_ids") -> Tensor:
     """Returns the rows [..., D] of an embedding; invalid ids raise on devices that report them.
 
-    They are read only then: a check before each step would synchronize.
+    They are read only then, because a check before each step would synchronize.
     """
     try:
         embedded: Tensor = embedding(ids)

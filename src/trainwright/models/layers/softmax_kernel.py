@@ -1,9 +1,9 @@
-"""The log share of each row's target and the gradient of its loss, from logits: one kernel for a GPU, in Triton.
+"""Computes the log-probability of each row's target and the gradient of its loss from logits, in one Triton kernel.
 
-Each row is read twice and written once, in the logits' own precision, with the arithmetic in float32. What a compiler
-makes of the same formulas took 1.2 to 2.3 times as long on an H200 (benchmarks/results/loss.md, which names the form
-that was measured). Only losses.py imports this, where there is Triton. The tensors have to lie on the
-current device, as Triton launches there.
+Each row is read twice and written once, in the logits' own precision, with the arithmetic in float32. A compiled
+version of the same formulas took 1.2 to 2.3 times as long on an H200 (benchmarks/results/loss.md, which names the
+measured version). Only losses.py imports this, if Triton is available. The tensors must be on the current device, where
+Triton launches kernels.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 BLOCK_CLASSES = 8192
-"""Classes at a time; with 8 warps the best, or within 3 % of it, of ten choices for 32,000 to 128,256 classes."""
+"""The number of classes at a time; with 8 warps, the best of ten choices for 32,000 to 128,256 classes, or within 3 %
+of it."""
 NUM_WARPS = 8
 
 
 @triton_op("trainwright::softmax_gradient", mutates_args={})
 def softmax_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the log share of each row's target [rows, 1], and the shares less one at the target [rows, V].
+    """Returns the log-probability of each row's target [rows, 1], and the probabilities minus one at the target [rows,
+    V].
 
     Both are nan in rows whose target is not one of the classes.
     """
@@ -42,7 +44,7 @@ def _softmax_gradient(logits, targets, of_target, gradients, num_classes, block_
     logits += row * num_classes
     gradients += row * num_classes
     target = tl.load(targets + row)
-    # Not -inf: a first block of nothing else would make their difference nan.
+    # Not -inf, because in a first block without larger values the difference would be nan.
     largest = -3.4e38
     total = 0.0
     for start in range(0, num_classes, block_size):

@@ -20,7 +20,7 @@ from trainwright.models.layers.kernel_table import FLASH_WIDTHS
 
 
 class DocumentStarts(NamedTuple):
-    """Rows [B, S] of contiguous documents by the tokens at which they start, and the window within them, if any."""
+    """Rows [B, S] of contiguous documents, given by their first tokens, and the window within them, if any."""
 
     document_ids: Tensor
     starts: Tensor
@@ -36,7 +36,7 @@ class DocumentStarts(NamedTuple):
 
 
 def document_starts(document_ids: Tensor, *, window: int | None = None) -> DocumentStarts:
-    """Returns the starts of the contiguous documents in rows [B, S], without waiting for the device.
+    """Returns the starts of the contiguous documents in rows [B, S], without synchronizing.
 
     The host does not know the number of documents, so there is one entry for each token; unused entries are empty
     documents.
@@ -51,7 +51,7 @@ def document_starts(document_ids: Tensor, *, window: int | None = None) -> Docum
 
 
 def band(length: int, window: int, *, device: torch.device) -> Tensor:
-    """Returns the mask [S, S] of a window: True for the query's own key and the `window` - 1 before it."""
+    """Returns the mask [S, S] of a window: True for the query's own key and the `window` - 1 previous keys."""
     positions = torch.arange(length, device=device)
     distance = positions[:, None] - positions
     return (distance >= 0) & (distance < window)
@@ -60,7 +60,7 @@ def band(length: int, window: int, *, device: torch.device) -> Tensor:
 def attend_within_window(
     queries: Tensor, keys: Tensor, values: Tensor, window: int, *, scale: float | None
 ) -> Tensor | None:
-    """Mixes values [B, heads, S, W] of the window's keys; returns None if the kernel cannot run."""
+    """Attention [B, heads, S, W] over the window's keys; returns None if the kernel cannot run."""
     num_rows, _, length, _ = queries.shape
     starts = torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32, device=queries.device)
     return attend_by_starts(queries, keys, values, starts, window=window, scale=scale)
@@ -69,7 +69,7 @@ def attend_within_window(
 def attend_by_starts(
     queries: Tensor, keys: Tensor, values: Tensor, starts: Tensor, *, window: int | None, scale: float | None
 ) -> Tensor | None:
-    """Mixes values [B, heads, S, W] of earlier keys of the same sequence; returns None if the kernel cannot run.
+    """Attention [B, heads, S, W] over earlier keys of the same sequence; returns None if the kernel cannot run.
 
     `starts` are the first tokens of the sequences, counted over all rows, and at the end the number of tokens.
     """

@@ -366,7 +366,7 @@ class Plot {
   drawMarks(box) {
     const { context, scale } = this;
     const inView = this.shown.marks.filter((mark) => mark.x >= scale.lowX && mark.x <= scale.highX);
-    // With hundreds of checkpoints the ticks would be a bar.
+    // With hundreds of checkpoints, the ticks would merge into a bar.
     const step = Math.max(1, Math.ceil(inView.filter((mark) => mark.kind === "checkpoint").length / 60));
     let number = 0;
     for (const { kind, x } of inView) {
@@ -576,7 +576,7 @@ class Plot {
  */
 function arrange(names, runs, curves, { axis, marks: shownMarks }) {
   const series = [], marks = [];
-  let last = 0; // all plots have the same range of x, so that a step is at the same place in each
+  let last = 0; // all plots have the same range of x, so a step is at the same position in each
   const present = names.filter((name) => runs.some((run) => curves[run.name] && curves[run.name][name]));
   const isAlone = runs.length === 1;
   for (const run of runs) {

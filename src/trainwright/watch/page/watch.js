@@ -436,7 +436,7 @@ function update() {
   writeAddress();
   drawList();
   drawTabs();
-  // The slider is being dragged while this runs: it stays the same element.
+  // The slider is being dragged while this runs, so the element is kept.
   const key = JSON.stringify([state.tab, state.tab === "curves" || focusedRun()?.name, state.axis]);
   if (key !== toolsKey) { toolsKey = key; drawTools(); }
   describe().then(drawView);

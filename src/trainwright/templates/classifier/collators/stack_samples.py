@@ -1,4 +1,4 @@
-"""StackSamples: from a list of samples to one batch. The place to pad, crop or tokenize."""
+"""StackSamples: converts a list of samples to a batch. The place to pad, crop or tokenize."""
 
 import torch
 
@@ -6,7 +6,7 @@ import torch
 class StackSamples:
     """Stacks each field. The built-in `stack` does the same; write your own when samples differ in length.
 
-    The batch's keys are the arguments that Trainer.forward gets. It is used in training and in evaluation.
+    The batch's keys are the arguments of Trainer.forward. It is used in training and in evaluation.
     """
 
     def __call__(self, samples):

@@ -1,4 +1,4 @@
-"""Spirals: points on intertwined spirals, one class an arm. Replace it with a dataset of your own."""
+"""Spirals: points on intertwined spirals, one class per arm. Replace it with your own dataset."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 
 class Spirals(Dataset):
-    """Anything with a length and an item for each index will do. Each item is one sample, here a dict."""
+    """Any object with a length and items by index works. Each item is one sample, here a dict."""
 
     def __init__(self, part="train", num_samples=3000, num_classes=3, noise=0.3):
         # Each part has its own seed, so that no point is in both; the same arguments always give the same points.

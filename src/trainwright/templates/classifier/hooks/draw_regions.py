@@ -1,4 +1,5 @@
-"""DrawRegions: a picture of what was learned, in letters. A hook acts at events of a run and changes no result."""
+"""DrawRegions: draws the classes of the trained model, in letters. A hook is called at events of a run and does not
+change the results."""
 
 import torch
 
@@ -6,7 +7,7 @@ from trainwright import Hook
 
 
 class DrawRegions(Hook):
-    """Draws, after training, the class that the model gives to each place of the plane."""
+    """Draws the model's class for each point of the plane, after training."""
 
     def __init__(self, columns=60):
         self.columns = columns
@@ -18,6 +19,6 @@ class DrawRegions(Hook):
         plane = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).to(self.trainer.device)
         model = self.trainer.model.eval()
         with torch.no_grad():
-            classes = model(plane).argmax(-1).tolist()  # on all processes: each may have a part of the weights
+            classes = model(plane).argmax(-1).tolist()  # on all processes, because each may have a shard of the weights
         if self.trainer.is_main_process:
             print("\n".join("".join(" .o#@%"[one % 6] for one in row) for row in classes))

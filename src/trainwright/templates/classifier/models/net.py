@@ -1,4 +1,4 @@
-"""Net: a small network with two hidden layers. Any torch module will do; nothing here knows how it is trained."""
+"""Net: a small network with two hidden layers. Any torch module works; this file is independent of the training."""
 
 from torch import nn
 

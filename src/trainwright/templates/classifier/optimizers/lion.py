@@ -1,10 +1,10 @@
-"""Lion: moves each weight by a fixed amount, in the direction of its momentum's sign (Chen et al., 2023)."""
+"""Lion: moves each weight by a fixed amount, in the direction of the sign of its momentum (Chen et al., 2023)."""
 
 import torch
 
 
 class Lion(torch.optim.Optimizer):
-    """Any torch optimizer will do. `params` is given by trainwright, the rest by run.yaml; a schedule sets `lr`."""
+    """Any torch optimizer works. trainwright passes `params`, run.yaml has the other arguments."""
 
     def __init__(self, params, lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.0):
         super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay})
@@ -15,7 +15,7 @@ class Lion(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                # What is kept in self.state is saved with each checkpoint and restored with it.
+                # self.state is saved and restored with each checkpoint.
                 state = self.state[parameter]
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""Smooth: what is learned. Only what differs from trainwright's own Trainer stands here."""
+"""Smooth: what is learned. This file only has the differences to trainwright's own Trainer."""
 
 import torch.nn.functional as F
 
@@ -14,7 +14,7 @@ class Smooth(Trainer):
         smoothing = self.config.trainer.smoothing if self.model.training else 0.0
         loss = F.cross_entropy(logits, labels, label_smoothing=smoothing)
         # `return loss` is enough. `return loss, {"name": value}` logs further values.
-        # A mapping hands its outputs to evaluation.metrics of run.yaml: accuracy reads `logits`.
+        # The outputs in a mapping are passed to evaluation.metrics of run.yaml: accuracy reads `logits`.
         return {"loss": loss, "logits": logits}
 
     # As small, each an override away (`trainwright explain run.yaml` shows when each is called):

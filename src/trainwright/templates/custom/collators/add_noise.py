@@ -1,13 +1,13 @@
-"""AddNoise: a collator with arguments. It makes one batch of a list of samples."""
+"""AddNoise: a collator with arguments. It converts a list of samples to a batch."""
 
 import torch
 
 
 class AddNoise:
-    """Gives each wave twice: as it is, and with noise.
+    """Returns each wave twice: unchanged, and with noise.
 
-    Random numbers may be drawn here and in datasets: they follow from the run's seed and the batch's place in it,
-    so a resumed run draws the same ones.
+    Random numbers may be drawn here and in datasets: they depend on the run's seed and the batch's position, so a
+    resumed run draws the same ones.
     """
 
     def __init__(self, noise=0.5):

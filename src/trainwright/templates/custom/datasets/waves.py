@@ -1,4 +1,4 @@
-"""Waves: sums of three sines. Anything with a length and an item for each index is a dataset."""
+"""Waves: sums of three sines. Any object with a length and items by index is a dataset."""
 
 import math
 

@@ -1,10 +1,10 @@
-"""RememberBest: a hook with state. What it keeps is saved with each checkpoint, so a resumed run still knows."""
+"""RememberBest: a hook with state. The state is saved with each checkpoint and restored when the run resumes."""
 
 from trainwright import Hook
 
 
 class RememberBest(Hook):
-    """Says when an evaluation was the best so far, and at the end which one was."""
+    """Reports each new best evaluation, and the best one at the end."""
 
     def __init__(self, metric):
         self.metric = metric

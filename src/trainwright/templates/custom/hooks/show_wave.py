@@ -1,4 +1,4 @@
-"""show_wave: any function of the trainer is a hook, every so many steps; see `type: every` in run.yaml.
+"""show_wave: any function of the trainer can be a hook that is called every N steps; see `type: every` in run.yaml.
 
 In Python the same is `Every(100)(show_wave)`, for example in a trainer's build_hooks:
 
@@ -11,7 +11,7 @@ import torch
 
 
 def show_wave(trainer):
-    """Prints a wave as the model restores it, in one line."""
+    """Prints a wave that the model has denoised, in one line."""
     wave = trainer.eval_data["valid"].dataset[0]["wave"].to(trainer.device)
     with torch.no_grad():
         restored = trainer.model(wave.unsqueeze(0))[0]  # on all processes: each may have a part of the weights

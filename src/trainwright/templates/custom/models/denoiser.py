@@ -1,4 +1,4 @@
-"""Denoiser: a network that also tells what happens inside it."""
+"""Denoiser: a network that also logs an internal value."""
 
 from torch import nn
 
@@ -15,7 +15,8 @@ class Denoiser(nn.Module):
 
     def forward(self, noisy):
         hidden = self.encode(noisy).tanh()
-        if self.training:  # there is a storage only during a run, and the trained model is to work without one
-            # A value put from anywhere joins the log line. It stays on the device until then; nothing waits for it.
+        if self.training:  # there is a storage only during a run, and the trained model must work without one
+            # A value that is put anywhere is added to the log line. It stays on the device until then, without
+            # synchronization.
             get_event_storage().put_scalar("saturated", (hidden.detach().abs() > 0.9).float().mean())
         return self.decode(hidden)

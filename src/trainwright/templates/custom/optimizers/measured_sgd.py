@@ -1,4 +1,4 @@
-"""MeasuredSGD: gradient descent with momentum whose step() says how far it went."""
+"""MeasuredSGD: gradient descent with momentum; step() returns the size of the update."""
 
 import torch
 
@@ -11,7 +11,7 @@ class MeasuredSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
-        """Updates the weights; the metrics that it returns join the log line."""
+        """Updates the weights; the returned metrics are logged."""
         moved = []
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -1,4 +1,4 @@
-"""The project in a few seconds: it learns, and a stopped run goes on as if it had never stopped. Run: pytest"""
+"""Trains the project for a few seconds: the loss falls, and a stopped run resumes exactly. Run: pytest"""
 
 import json
 from pathlib import Path

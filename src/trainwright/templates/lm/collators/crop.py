@@ -1,10 +1,10 @@
-"""Crop: from a list of samples to one batch. The place to pad, mask or shorten."""
+"""Crop: converts a list of samples to a batch. The place to pad, mask or shorten."""
 
 import torch
 
 
 class Crop:
-    """Stacks the samples' tokens, cut to `max_length`: shorter blocks make quicker steps.
+    """Stacks the samples' tokens, truncated to `max_length`; shorter blocks make faster steps.
 
     The batch's keys are the arguments that Trainer.forward gets. It is used in training and in evaluation.
     """

@@ -1,4 +1,4 @@
-"""TextFiles: blocks of bytes from the .txt files of a folder: your own text, without a tokenizer."""
+"""TextFiles: blocks of bytes from the .txt files of a folder, without a tokenizer."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ class TextFiles(Dataset):
     """
 
     def __init__(self, folder, part="train", sequence_length=64, project_dir="."):
-        # project_dir is given by trainwright: the folder of run.yaml, from wherever the run is started.
+        # trainwright passes project_dir, the folder of run.yaml, independent of the current folder.
         texts = Path(project_dir, folder).resolve()
         files = sorted(texts.glob("**/*.txt"))
         data = b"\n".join(file.read_bytes() for file in files)

@@ -1,4 +1,4 @@
-"""PrintSample: what the model writes by now. A hook acts at events of a run and changes no result."""
+"""PrintSample: prints a text that the model generates. A hook acts at events of a run and changes no result."""
 
 import torch
 
@@ -21,7 +21,7 @@ class PrintSample(Hook):
     @torch.no_grad()
     def sample(self):
         model, dataset = self.trainer.model, self.trainer.train_data.dataset
-        generator = torch.Generator().manual_seed(0)  # of its own, so that the run's randomness stays as it is
+        generator = torch.Generator().manual_seed(0)  # separate, to keep the random state of the run
         tokens = dataset[0]["input_ids"][:1].tolist()
         for _ in range(self.num_tokens):
             seen = torch.tensor([tokens[-64:]], device=self.trainer.device)

@@ -1,4 +1,4 @@
-"""DecayMatrices: AdamW that decays only matrices, as is usual for transformers; norms and biases stay as they are."""
+"""DecayMatrices: AdamW that decays only matrices, as is common for transformers, but not norms and biases."""
 
 import torch
 

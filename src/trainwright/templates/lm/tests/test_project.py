@@ -1,4 +1,4 @@
-"""The project in a few seconds: it learns, also from your own texts, and a stopped run goes on. Run: pytest"""
+"""Trains the project for a few seconds, also on your own texts; a stopped run resumes. Run: pytest"""
 
 import json
 from pathlib import Path
