@@ -70,8 +70,11 @@ def test_general_names_are_rejected_only_with_the_parameters_of_other_frameworks
         def setup(self, path):
             """For a script to call."""
 
-        def log(self, text):
+        def log(self, logs):
             """For a hook to call."""
+
+        def save_model(self, output_dir):
+            """For a script to call."""
 
     assert mentions(trainer_rejection(Theirs), "Theirs.setup", "post_init")
     assert mentions(trainer_rejection(Logging), "Logging.log", "train_loop_end")
