@@ -132,6 +132,9 @@ GENERAL_NAMES: Mapping[str, tuple[str, str]] = {
 """Methods of trainers in other frameworks with names that anybody may use: the parameter that tells them, and what to
 do instead."""
 
+OFTEN_OWN = frozenset({"clip_gradients", "compute_metrics", "configure_model", "predict_step", "prepare_data"})
+"""Methods of trainers in other frameworks that a script or a hook may call itself: they are reported, not rejected."""
+
 ATTRIBUTES_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(
         ("log", "log_dict"), "Return metrics from forward, as (loss, {name: value}), or call self.storage.put_scalar"
@@ -184,6 +187,11 @@ def reject_wrong_methods(trainer_class: type, contract: type) -> None:
             continue
         if ours is not None and _function(trainer_class, ours) is _function(contract, ours):
             raise ConfigError(f"{label} is never called. Call it {ours}({_ARGUMENTS.get(ours, '')}).", where=where)
+        if instead is not None and name in OFTEN_OWN:
+            logger.warning(
+                "%s: %s is not called by the trainer, unlike in other frameworks. %s.", where, label, instead
+            )
+            continue
         if instead is not None:
             raise ConfigError(f"{label} is never called. {instead}.", where=where)
         close = difflib.get_close_matches(name, (*OVERRIDE_POINTS, *builders), n=1, cutoff=_MIN_SIMILARITY)
