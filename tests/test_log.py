@@ -67,10 +67,12 @@ def test_a_run_of_a_program_without_logging_configuration_shows_warnings_once(tm
         "with run_log(), run_log():\n"
         "    assert is_progress_shown() == ('configured' not in sys.argv)\n"
         "    logging.getLogger('trainwright.x').info('building')\n"
+        "    if 'later' in sys.argv:\n"
+        "        logging.basicConfig(format='later: %(message)s')\n"
         "    logging.getLogger('trainwright.x').warning('slow')\n"
         "assert not logging.getLogger('trainwright').handlers\n"
     )
-    for arguments, shown in ([], "slow\n"), (["configured"], "configured: slow\n"):
+    for arguments, shown in ([], "slow\n"), (["configured"], "configured: slow\n"), (["later"], "later: slow\n"):
         done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=True)
         assert done.stderr == shown
 

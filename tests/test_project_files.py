@@ -148,13 +148,16 @@ def test_a_tag_of_another_version_is_rejected():
         release.main("notes", "v9.9.9")
 
 
-def test_the_built_packages_have_templates_and_settings_and_no_tests(tmp_path):
+def test_the_built_packages_have_every_module_and_no_tests(tmp_path):
     hatchling = pytest.importorskip("hatchling.build")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         wheel = tmp_path / hatchling.build_wheel(str(tmp_path))
         source = tmp_path / hatchling.build_sdist(str(tmp_path))
     names = set(zipfile.ZipFile(wheel).namelist())
+    # hatchling leaves out what .gitignore matches
+    modules = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src/trainwright").rglob("*.py")}
+    assert modules - names == set()
     assert names >= {"trainwright/py.typed", "trainwright/configs/recipes/dpo.yaml", "trainwright/watch/page/watch.js"}
     assert names >= {f"trainwright/templates/{kind.value}/run.yaml" for kind in Kind}
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"trainwright"}

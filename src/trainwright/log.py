@@ -58,6 +58,11 @@ class _WarningsHandler(_StderrHandler):
     Python does the same for a logger without handlers (`logging.lastResort`), but a run has handlers for its files.
     """
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record, unless the program has configured logging since the start of the run."""
+        if not _has_own_handlers(logging.getLogger("trainwright")):
+            super().emit(record)
+
 
 def in_notebook() -> bool:
     """Returns True in a Jupyter kernel, whose outputs a browser shows; False in a terminal with IPython."""

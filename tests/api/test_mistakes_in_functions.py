@@ -13,7 +13,7 @@ from tests.messages import mentions
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from trainwright import Hook, build_trainer, get_args, train, training_main
+from trainwright import Hook, Trainer, build_trainer, get_args, train, training_main
 from trainwright.api.arguments import with_defaults
 from trainwright.errors import TrainwrightError
 
@@ -270,9 +270,10 @@ def loss_of(model, batch):
     return cross_entropy(model(batch[0]), batch[1])
 
 
-def train_with(forward, *overrides, **more):
+def train_with(forward, *overrides, model=None, data=None, **more):
     words = {"max_steps": 2, "batch_size": 8, "optimizer": torch.optim.SGD, "lr": 0.1, "device": "cpu", **more}
-    return train(Classifier(), Points(24), forward=forward, overrides=["writers=[]", *overrides], **words)
+    model, data = model or Classifier(), data or Points(24)
+    return train(model, data, forward=forward, overrides=["writers=[]", *overrides], **words)
 
 
 @pytest.mark.parametrize("keeps_graph", [True, False])
@@ -293,6 +294,17 @@ def test_a_backward_in_forward_that_clears_its_gradients_is_rejected_too():
         return loss
 
     assert mentions(rejection(train_with, forward), "backward()", ".detach()")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_backward_in_forward_to_the_inputs_is_accepted_where_its_gradients_are_cleared(set_to_none):
+    def forward(model, batch):
+        inputs = batch[0].clone().requires_grad_()
+        loss_of(model, (inputs, batch[1])).backward()
+        model.zero_grad(set_to_none=set_to_none)
+        return loss_of(model, (batch[0] + 0.1 * inputs.grad.sign(), batch[1]))
+
+    assert train_with(forward).step == 2
 
 
 def test_a_gradient_in_forward_that_is_part_of_the_loss_is_accepted():
@@ -317,6 +329,10 @@ def test_clearing_gradients_in_forward_is_rejected_where_it_would_lose_some():
 def test_a_function_that_takes_the_batch_first_is_rejected(first):
     forward = eval(f"lambda {first}, batch_idx: 0")
     assert mentions(rejection(train_with, forward), "(model, batch)", first)
+
+
+def test_a_function_of_any_arguments_is_accepted():
+    assert train_with(lambda *inputs: loss_of(*inputs)).step == 2
 
 
 @pytest.mark.parametrize("option", ["lr=1", "eval_strategy=epoch", "devices=2", "temperature=2"])
@@ -349,6 +365,19 @@ def test_a_module_with_a_training_step_that_nothing_calls_is_rejected():
     assert mentions(text, "Lightning.training_step", "forward")
 
 
+def test_a_module_that_calls_its_training_step_or_has_its_loss_in_the_settings_is_accepted():
+    class CallsIt(Classifier):
+        def forward(self, x, labels):
+            return self.training_step((x, labels))
+
+        def training_step(self, batch):
+            return {"loss": cross_entropy(super().forward(batch[0]), batch[1])}
+
+    rows = [{"x": torch.randn(4), "labels": torch.tensor(index % 3)} for index in range(24)]
+    assert train_with(None, model=CallsIt(), data=rows, name="calls").step == 2
+    assert train_with(None, "trainer.loss=cross_entropy", model=Lightning(), data=rows, name="loss").step == 2
+
+
 def test_steps_of_a_module_that_are_not_called_are_named(caplog):
     words = {"max_steps": 1, "batch_size": 4, "overrides": ["writers=[]"]}
     with caplog.at_level(logging.WARNING, logger="trainwright"):
@@ -373,6 +402,36 @@ def test_assigning_should_stop_to_a_trainer_is_rejected():
 
     with pytest.raises(AttributeError, match=r"stop\(reason\)"):
         train_with(loss_of, hooks=[Stops()])
+
+
+def test_a_trainer_that_reads_its_own_should_stop_may_have_it():
+    class Mine(Trainer):
+        def post_init(self):
+            self.should_stop = False
+
+        def read(self):
+            return self.should_stop
+
+    trainer = object.__new__(Mine)
+    trainer.post_init()
+    assert trainer.read() is False
+
+
+def test_an_error_within_a_property_named_as_in_another_framework_is_shown():
+    class Mine(Trainer):
+        @property
+        def optimizer(self):
+            return self.optimzers["main"]
+
+    trainer = object.__new__(Mine)
+    trainer.context = None
+    with pytest.raises(AttributeError, match="optimzers"):
+        print(trainer.optimizer)
+
+
+def test_an_argument_with_the_name_of_several_settings_names_all():
+    text = rejection(train_with, loss_of, every_steps=5)
+    assert mentions(text, "evaluation.every_steps", "checkpoint.every_steps", "log.every_steps")
 
 
 def test_a_config_of_another_type_is_rejected():

@@ -216,7 +216,7 @@ def test_the_settings_that_answer_options_of_other_trainers_exist(table):
 
 @pytest.mark.parametrize("key", KEYS_WITHOUT_SETTING)
 def test_options_without_a_setting_are_rejected_with_what_to_do(in_tmp, key):
-    (in_tmp / "run.yaml").write_text(f"trainer:\n  type: trainers/mine.py:Mine\n  {key}: 1\n")
+    (in_tmp / "run.yaml").write_text(f"trainer:\n  type: trainer\n  {key}: 1\n")
     with raises(ConfigError, f"trainer.{key}", KEYS_WITHOUT_SETTING[key], at="run.yaml:3"):
         RunConfig.load(in_tmp / "run.yaml")
 
@@ -231,7 +231,10 @@ def test_options_of_other_trainers_are_answered_in_every_section():
 
 def test_a_user_s_trainer_may_have_options_that_built_in_ones_reject(in_tmp):
     (in_tmp / "run.yaml").write_text("trainer:\n  type: trainers/mine.py:Mine\n  weight_decay: 0.5\n")
-    assert RunConfig.load(in_tmp / "run.yaml").trainer.weight_decay == 0.5
+    trainer = RunConfig.load(in_tmp / "run.yaml", ["trainer.devices=[cpu]", "trainer.num_processes=4"]).trainer
+    assert (trainer.weight_decay, trainer.devices, trainer.num_processes) == (0.5, ("cpu",), 4)
+    with raises(ConfigError, "trainer.push_to_hub", "--push"):
+        RunConfig.load(in_tmp / "run.yaml", ["trainer.push_to_hub=true"])
     with raises(ConfigError, "trainer.weight_decay", "trainer.optimizer.weight_decay"):
         RunConfig.load(in_tmp / "run.yaml", ["trainer.type=trainer"])
     with raises(ConfigError, "trainer.lr", "trainer.optimizer.lr"):

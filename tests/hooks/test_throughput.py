@@ -61,7 +61,7 @@ def test_saving_does_not_count(tmp_path):
 def test_a_step_that_is_saved_before_the_first_one_of_a_process_does_not_count(tmp_path):
     class SavingSlowly(Trainer):
         def state_dict(self):
-            time.sleep(0.2)
+            time.sleep(0.6)
             return {}
 
         def load_state_dict(self, state):
@@ -79,7 +79,7 @@ def test_a_step_that_is_saved_before_the_first_one_of_a_process_does_not_count(t
         build_trainer(load(tmp_path, *settings), trainer_class).train()
     found = lines(tmp_path)
     assert [line["step"] for line in found] == list(range(1, 9))
-    assert all(0 < line["seconds_per_step"] < 0.15 and line["samples_per_second"] > 0 for line in found)
+    assert all(0 < line["seconds_per_step"] < 0.5 and line["samples_per_second"] > 0 for line in found)
 
 
 def test_a_step_that_uses_two_batches_counts_both(tmp_path):

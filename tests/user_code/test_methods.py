@@ -13,6 +13,7 @@ from trainwright.user_code.methods import (
     ALTERNATIVES,
     ATTRIBUTES_ELSEWHERE,
     HOOK_METHODS_ELSEWHERE,
+    OFTEN_OWN,
     OVERRIDE_POINTS,
     TASK_METHODS_ELSEWHERE,
     TRAINER_METHODS_ELSEWHERE,
@@ -45,12 +46,21 @@ def test_a_method_of_another_framework_raises_with_our_name(theirs, ours):
     assert mentions(trainer_rejection(mine), theirs, ours)
 
 
-@pytest.mark.parametrize("theirs", ALTERNATIVES)
+@pytest.mark.parametrize("theirs", sorted(ALTERNATIVES.keys() - OFTEN_OWN))
 def test_a_method_without_a_counterpart_raises_with_the_alternative(theirs):
     mine = type("Mine", (Trainer,), {theirs: lambda self, *given: None})
     assert mentions(trainer_rejection(mine), theirs, ALTERNATIVES[theirs])
     as_class_method = type("Mine", (Trainer,), {theirs: classmethod(lambda cls, *given: None)})
     assert mentions(trainer_rejection(as_class_method), theirs)
+
+
+@pytest.mark.parametrize("theirs", sorted(OFTEN_OWN))
+def test_a_method_that_scripts_may_call_is_reported_with_the_alternative(theirs, caplog):
+    mine = type("Mine", (Trainer,), {theirs: lambda self, *given: None})
+    reject_wrong_methods(mine, Trainer)
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert mentions(record.getMessage(), f"Mine.{theirs}", ALTERNATIVES[theirs])
 
 
 def test_methods_of_orbit_and_libai_are_known():
@@ -70,8 +80,11 @@ def test_general_names_are_rejected_only_with_the_parameters_of_other_frameworks
         def setup(self, path):
             """For a script to call."""
 
-        def log(self, text):
+        def log(self, logs):
             """For a hook to call."""
+
+        def save_model(self, output_dir):
+            """For a script to call."""
 
     assert mentions(trainer_rejection(Theirs), "Theirs.setup", "post_init")
     assert mentions(trainer_rejection(Logging), "Logging.log", "train_loop_end")

@@ -288,11 +288,11 @@ def _given_only(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reject_batch_first(forward: Forward) -> None:
     """Raises for a function of (batch, batch_idx) or (batch, model), which would receive the model as its batch."""
-    name = next(iter(parameters_of(forward) or ()), None)
-    if name in ("batch", "inputs"):
+    first = next(iter((parameters_of(forward) or {}).values()), None)
+    if first is not None and first.name in ("batch", "inputs") and first.kind is not first.VAR_POSITIONAL:
         raise ConfigError(
-            f"forward is called with the model first, but its first parameter is named {name}. Let it accept (model, "
-            "batch); for a training_step(batch, batch_idx) pass forward=lambda model, batch: "
+            f"forward is called with the model first, but its first parameter is named {first.name}. Let it accept "
+            "(model, batch); for a training_step(batch, batch_idx) pass forward=lambda model, batch: "
             "model.training_step(batch, 0).",
             where=location_of(forward),
         )

@@ -98,8 +98,11 @@ def reject_argument(name: str, *, known: Iterable[str]) -> NoReturn:
     advice = advice_elsewhere(name)
     if advice is not None and advice.startswith("Set ") and advice[4:-1] not in {*_ARGUMENTS, "trainer.optimizer.lr"}:
         advice = f"{advice[:-1]} in overrides."
-    for setting in _settings_named(name):
-        advice = f"Set {setting}." if setting in _ARGUMENTS else f'Pass overrides=["{setting}=…"].'
+    settings = list(_settings_named(name))
+    if settings:
+        one_of = "one of " if len(settings) > 1 else ""
+        passed = one_of + ", ".join(f'overrides=["{setting}=…"]' for setting in settings)
+        advice = f"Set {name}." if name in _ARGUMENTS else f"Pass {passed}."
     advice = advice or did_you_mean(name, known, cutoff=0.75).strip() or "`help(train)` lists the arguments."
     raise ConfigError(f"train has no argument {name}. {advice}", where=caller())
 

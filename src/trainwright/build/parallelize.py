@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FSDP_SETTINGS = {"gather_precision": None, "reshard_after_forward": True, "accumulate_unsharded": False}
-"""Settings that only a sharded run uses, with their defaults."""
+_FSDP_SETTINGS = ("gather_precision", "reshard_after_forward", "accumulate_unsharded")
+"""Settings that only a sharded run uses."""
 MEMORY_KEYS = ("tile", "offload", "activation_checkpointing", "compile_repeated_blocks")
 """Settings of the model that change the memory of a step, but not its results."""
 
@@ -250,8 +250,8 @@ def _fsdp_settings(config: RunConfig, mesh: Mesh) -> Any:
 
 def _warn_of_fsdp_settings(config: RunConfig) -> None:
     """Logs settings of FSDP in a run without it; one file may run on one device and on many, so they do not raise."""
-    for name, default in _FSDP_SETTINGS.items():
-        if getattr(config.runtime, name) != default:
+    for name in _FSDP_SETTINGS:
+        if getattr(config.runtime, name) != type(config.runtime).model_fields[name].default:
             logger.warning(
                 "runtime.%s has no effect, because parameters are not sharded: runtime.mesh.fsdp and "
                 "runtime.mesh.context are 1.",

@@ -444,7 +444,7 @@ def assemble(
     build.fp8_layers = parallelized.fp8
     if for_training:
         inherits = [getattr(trainer_class, name) is getattr(Trainer, name) for name in ("forward", "train_step")]
-        calls_model = all(inherits) and type(task).forward is Task.forward
+        calls_model = all(inherits) and type(task).forward is Task.forward and config.trainer.loss is None
         check_model_methods(parallelized.model, calls_model=calls_model)
     config = build.config
     with progress("Building the data"):

@@ -128,13 +128,16 @@ KEYS_WITHOUT_SETTING: Mapping[str, str] = {
 }
 """Options that no setting corresponds to, and what to do instead."""
 
+_GENERAL_KEYS = ("devices", "num_nodes", "num_processes", "detect_anomaly")
+"""Those of them that a user's trainer may have as its own options."""
+
 
 def advice_elsewhere(key: str, *, is_own: bool = False) -> str | None:
     """Returns the sentence that answers an option of another trainer; None for other keys.
 
-    With `is_own` the key is an option of a custom trainer, which may have names such as `weight_decay` itself.
+    With `is_own` the key is an option of a custom trainer, which may have names such as `devices` itself.
     """
-    if key in KEYS_WITHOUT_SETTING:
+    if key in KEYS_WITHOUT_SETTING and not (is_own and key in _GENERAL_KEYS):
         return f"{KEYS_WITHOUT_SETTING[key]}."
     setting = TRAINER_KEYS_ELSEWHERE.get(key) or (None if is_own else OPTIONS_ELSEWHERE.get(key))
     return None if setting is None else f"Set {setting}."

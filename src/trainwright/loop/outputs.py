@@ -250,18 +250,18 @@ def read_forward(
     """Reads the result of `forward`; raises for forms other than those above. `configured` is `trainer.loss`."""
     if isinstance(returned, Mean):
         if configured is not None:
-            _reject_second_loss(configured, model)
+            _reject_second_loss(configured)
         return ForwardResult(returned, num_samples)
     if isinstance(returned, torch.Tensor):
         if returned.ndim == 0 or (configured is None and getattr(model, "criterion", None) is None):
             if configured is not None:
-                _reject_second_loss(configured, model)
+                _reject_second_loss(configured)
             _reject_scores(returned, batch, model)
             return ForwardResult(_one_number(returned), num_samples)
         return _with_criterion({"output": returned}, batch, model, num_samples, configured)
     if isinstance(returned, tuple) and not hasattr(returned, "loss"):
         if configured is not None:
-            _reject_second_loss(configured, model)
+            _reject_second_loss(configured)
         return read_pair(returned, num_samples)
     if isinstance(returned, Mapping):
         outputs = {name: value for name, value in returned.items() if name != "loss"}
@@ -281,7 +281,7 @@ def read_forward(
         result.metrics = metrics
         return result
     if configured is not None:
-        _reject_second_loss(configured, model)
+        _reject_second_loss(configured)
     if isinstance(loss, Mean):
         return ForwardResult(loss, num_samples, metrics, outputs)
     return ForwardResult(_one_number(loss), num_samples, metrics, outputs, count_targets(model, batch))
@@ -399,10 +399,10 @@ def _name_of(criterion: Any, configured: ConfiguredLoss | None) -> str:
     return f"The model's criterion, {kind}," if configured is None else f"trainer.loss: {kind}"
 
 
-def _reject_second_loss(configured: ConfiguredLoss, model: torch.nn.Module) -> NoReturn:
+def _reject_second_loss(configured: ConfiguredLoss) -> NoReturn:
     raise ConfigError(
-        f"trainer.loss: has no effect, because forward returns a loss already ({type(model).__name__}). Remove it, or "
-        "let the model return its outputs without a loss.",
+        "trainer.loss: has no effect, because forward returns a loss already. Remove it, or let forward return its "
+        "outputs without a loss.",
         where=configured.where,
     )
 

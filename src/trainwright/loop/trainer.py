@@ -107,6 +107,7 @@ from trainwright.user_code.constructors import (
     reject_unknown_arguments,
 )
 from trainwright.user_code.locations import is_user_code, location_of
+from trainwright.user_code.methods import ATTRIBUTES_ELSEWHERE, is_used
 from trainwright.user_code.signatures import reject_mismatch
 from trainwright.watch.report import write_final_report
 from trainwright.writers.benchmark_results import BenchmarkResult
@@ -387,11 +388,20 @@ class Trainer:
                 explain_attribute(self, name)
             return object.__getattribute__(self, name)  # raises Python's own error
 
-    def _reject_should_stop(self, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__}.should_stop has no effect. Call stop(reason), which ends the run.")
+    @property
+    def should_stop(self) -> Any:
+        """Lightning's way to stop, which has no effect here. A subclass may use the name itself."""
+        if "should_stop" in vars(self):
+            return vars(self)["should_stop"]
+        raise AttributeError(f"{type(self).__name__}.should_stop: {ATTRIBUTES_ELSEWHERE['should_stop']}.")
 
-    should_stop = property(None, _reject_should_stop)
-    """Lightning's attribute to stop a run; assigning it raises, because it would have no effect."""
+    @should_stop.setter
+    def should_stop(self, value: object) -> None:
+        if not is_used(type(self), "should_stop", Trainer):
+            raise AttributeError(
+                f"{type(self).__name__}.should_stop has no effect. Call stop(reason), which ends the run."
+            )
+        vars(self)["should_stop"] = value
 
     # Construction: `build` provides the defaults; return another object to change them.
 
@@ -912,7 +922,7 @@ class Trainer:
                 ended, remedy = "ended", "Raise its limit (max_steps, max_epochs or max_samples)"
             else:
                 ended, remedy = "was stopped, by a hook or the end of its data,", "Change what stopped it"
-            start_again = "For a new start choose another name or pass --fresh."
+            start_again = "To start over, choose another name, or use --fresh (in Python: fresh=True)."
             done = "The run %s at step %d: nothing is left to do. %s to continue. %s"
             logger.info(done, ended, state.step, remedy, start_again)
             return state.eval_logs

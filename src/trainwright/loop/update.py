@@ -706,6 +706,8 @@ class Update:
                 "The gradients of the earlier micro-batches of this update are gone: forward has cleared them. Remove "
                 "zero_grad() from it: each update begins with cleared gradients."
             )
+        if not any(bool(local(gradient).norm()) for gradient in self._gradients()):
+            return  # cleared by zero_grad(set_to_none=False)
         raise TrainwrightError(
             "The parameters have gradients before the update has computed any: forward has called backward(). Return "
             "the loss instead, which the update differentiates, or use torch.autograd.grad for a gradient that is part "
@@ -713,8 +715,11 @@ class Update:
         )
 
     def _has_gradients(self) -> bool:
+        return bool(self._gradients())
+
+    def _gradients(self) -> list[torch.Tensor]:
         groups = [group for entry in self._updater.optimizers.values() for group in entry.optimizer.param_groups]
-        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+        return [each.grad for group in groups for each in group["params"] if each.grad is not None]
 
     def _around_backward(self) -> AbstractContextManager[None]:
         """Returns the context of a backward, which steps parameters with `trainer.optimizer_in_backward`."""

@@ -69,7 +69,8 @@ def check_constructed(trainer: object, attribute: str) -> None:
 def explain_attribute(trainer: object, attribute: str) -> None:
     """Raises an AttributeError with advice for attributes that trainers have in other frameworks."""
     instead = ATTRIBUTES_ELSEWHERE.get(attribute)
-    if instead is not None:
+    # A property of the user's class whose body fails has an error of its own.
+    if instead is not None and not hasattr(type(trainer), attribute):
         raise AttributeError(f"'{type(trainer).__name__}' object has no attribute '{attribute}'. {instead}.")
 
 

@@ -126,11 +126,14 @@ _STAGED_EVENTS = {"setup": "before_train", "teardown": "close"}
 GENERAL_NAMES: Mapping[str, tuple[str, str]] = {
     "setup": ("stage", "Build the parts in the build_* methods, or override post_init(self)"),
     "teardown": ("stage", "Add a hook with close(self)"),
-    "log": ("logs", "Override train_loop_end(self), which returns the log line"),
-    "save_model": ("output_dir", "Add a hook with after_save(self, path), or run trainwright export"),
+    "log": ("start_time", "Override train_loop_end(self), which returns the log line"),
+    "save_model": ("_internal_call", "Add a hook with after_save(self, path), or run trainwright export"),
 }
 """Methods of trainers in other frameworks with common names: the parameter by which they are recognized, and what to
 do instead."""
+
+OFTEN_OWN = frozenset({"clip_gradients", "compute_metrics", "configure_model", "predict_step", "prepare_data"})
+"""Methods of trainers in other frameworks that a script or a hook may call itself: they are reported, not rejected."""
 
 ATTRIBUTES_ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(
@@ -179,11 +182,16 @@ def reject_wrong_methods(trainer_class: type, contract: type) -> None:
                 where=where,
             )
         ours, instead = TRAINER_METHODS_ELSEWHERE.get(name), _alternative(name, method)
-        is_used = (ours or instead) and _is_called(trainer_class, name, contract)
-        if hasattr(contract, name) or is_used:
+        is_own = (ours or instead) and is_used(trainer_class, name, contract)
+        if hasattr(contract, name) or is_own:
             continue
         if ours is not None and _function(trainer_class, ours) is _function(contract, ours):
             raise ConfigError(f"{label} is never called. Call it {ours}({_ARGUMENTS.get(ours, '')}).", where=where)
+        if instead is not None and name in OFTEN_OWN:
+            logger.warning(
+                "%s: %s is not called by the trainer, unlike in other frameworks. %s.", where, label, instead
+            )
+            continue
         if instead is not None:
             raise ConfigError(f"{label} is never called. {instead}.", where=where)
         close = difflib.get_close_matches(name, (*OVERRIDE_POINTS, *builders), n=1, cutoff=_MIN_SIMILARITY)
@@ -210,7 +218,7 @@ def reject_task_methods(task_class: type, contract: type) -> None:
     `contract` is Task itself.
     """
     for owner, name, method in _user_methods(task_class, contract):
-        if name in TASK_METHODS_ELSEWHERE and not _is_called(task_class, name, contract):
+        if name in TASK_METHODS_ELSEWHERE and not is_used(task_class, name, contract):
             problem = f"{owner.__name__}.{name} is never called. {TASK_METHODS_ELSEWHERE[name]}."
             raise ConfigError(problem, where=location_of(method))
 
@@ -218,21 +226,25 @@ def reject_task_methods(task_class: type, contract: type) -> None:
 def check_model_methods(model: object, *, calls_model: bool) -> None:
     """Checks a model that is a module of Lightning, whose steps no loop calls here.
 
-    Raises for its training_step if `calls_model`: if neither the trainer nor the task overrides forward, so that
-    the loss comes from the model's forward. Logs the names of its other methods that the run does not call.
+    Raises for its training_step if `calls_model`: if neither the trainer nor the task overrides forward, so that the
+    loss comes from the model's forward; a training_step that another of its methods calls is accepted. Logs the
+    names of its other methods that the run does not call.
     """
+    others = ("configure_optimizers", "validation_step", "test_step", "train_dataloader", "val_dataloader")
+    theirs = {"training_step", *others, *HOOK_METHODS_ELSEWHERE}
+    methods = inspect.getmembers(type(model), inspect.isroutine)
+    is_called = any("training_step" in names_used(method) for name, method in methods if name not in theirs)
     steps = [name for name in ("training_step", "configure_optimizers") if _defined_by_user(type(model), name)]
     if not steps:
         return
     name, where = type(model).__name__, location_of(getattr(type(model), steps[0]))
-    if calls_model and "training_step" in steps:
+    if calls_model and "training_step" in steps and not is_called:
         raise ConfigError(
             f"{name}.training_step is never called: the loss is that of the model's forward. Write its body as "
             "forward(self, **batch) of a Trainer, or call it from a function: train(model, data, forward=lambda model, "
             "batch: model.training_step(batch, 0)).",
             where=where,
         )
-    others = ("configure_optimizers", "validation_step", "test_step", "train_dataloader", "val_dataloader")
     uncalled = [each for each in (*others, *HOOK_METHODS_ELSEWHERE) if _defined_by_user(type(model), each)]
     if uncalled:
         logger.warning(
@@ -278,7 +290,7 @@ def reject_uncalled(hook: object, contract: type, events: Collection[str], *, ov
         ours = HOOK_METHODS_ELSEWHERE.get(name)
         if name in _STAGED_EVENTS and "stage" in (parameters_of(method) or {}):
             is_event_like, ours = True, _STAGED_EVENTS[name]
-        if name in events or not is_event_like or _is_called(type(hook), name, contract):
+        if name in events or not is_event_like or is_used(type(hook), name, contract):
             continue
         owner, where = type(hook).__name__, location_of(method)
         if ours is not None and ours not in overrides:
@@ -319,7 +331,7 @@ def _user_methods(kind: type, contract: type) -> Iterator[tuple[type, str, Any]]
                 yield owner, name, value
 
 
-def _is_called(kind: type, name: str, contract: type) -> bool:
+def is_used(kind: type, name: str, contract: type) -> bool:
     """Returns True if any method of a class, without those of its contract, uses this name."""
     return any(
         name in names_used(each)
