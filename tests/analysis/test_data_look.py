@@ -174,7 +174,7 @@ def test_rows_that_cannot_be_read_are_remarks_and_leave_rows_in_step(in_tmp):
     assert [(sample.position, sample.row) for sample in found.samples] == [(0, 0), (2, 2), (3, 3)]
     assert by_name(found.samples[1].fields)["url"].text == "u2"
     assert found.batch.samples == 7
-    assert any("Left out: row 1 of FileRows" in remark and "line 2" in remark for remark in found.remarks)
+    assert any("Skipped: row 1 of FileRows" in remark and "line 2" in remark for remark in found.remarks)
     assert not (in_tmp / "runs").exists()
     with raises(DataError, "prose.jsonl", "2"):
         describe_data(RunConfig.load(run, ["data.on_error=raise"]))

@@ -931,8 +931,8 @@ def reject_loss(loss: Any, label: str, origin: registry.OriginOf) -> None:
     ]
     if len(required) > 2:
         raise ConfigError(
-            f"{label}: {kind} needs {', '.join(required)}, but a loss receives the outputs and the labels. Compute it in "
-            "the trainer's forward.",
+            f"{label}: {kind} needs {', '.join(required)}, but a loss receives the outputs and the labels. Compute it "
+            "in the trainer's forward.",
             where=origin(label),
         )
     if getattr(loss, "reduction", "mean") != "mean":
