@@ -335,7 +335,7 @@ def test_the_number_is_logged(tmp_path, caplog):
         build_trainer(load(tmp_path, NO_MODEL), trainer_with(5))
     said = [each for each in caplog.messages if "auto" in each]
     assert said == [
-        "trainer.micro_batch_size: auto: trying how many of 12 samples fit into memory at once",
+        "trainer.micro_batch_size: auto: finding how many of 12 samples fit into memory at once",
         "trainer.micro_batch_size: auto: 4 of 12 samples at once",
         "trainer.micro_batch_size: auto: 4, as in the earlier start of this run",
     ]
