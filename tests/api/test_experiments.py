@@ -300,7 +300,7 @@ def test_resume_continues_and_logs_if_there_is_no_checkpoint(project, caplog):
         ([], "got neither"),
         (["run.yaml", "--config-file", "a.yaml"], "--config-file goes with --experiment"),
         (["run.yaml", "--imports", "a"], "--imports goes with --experiment"),
-        (["run.yaml", "--params-override", "{a: 1}"], "a YAML mapping goes with --experiment"),
+        (["run.yaml", "--params-override", "{a: 1}"], "a YAML mapping requires --experiment"),
         (["--experiment", "points", "--resume", "--fresh"], "--resume continues a run and --fresh starts it over"),
         (["--experiment", "points", "--eval-only", "--mode", "train"], "--eval-only is --mode eval"),
         (["--experiment", "points", "--mode", "trian"], "--mode: 'trian' is unknown"),

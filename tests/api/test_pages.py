@@ -28,6 +28,7 @@ from trainwright import RunConfig, Trainer, build_trainer, load_checkpoint
 from trainwright.api import experiments
 from trainwright.checkpoint.store import CheckpointStore
 from trainwright.config.builtin import BUILT_INS
+from trainwright.config.trainer_options import TRAINER_OPTIONS
 from trainwright.errors import TrainwrightError
 
 
@@ -299,7 +300,9 @@ def test_the_settings_and_components_that_a_table_names_exist(name):
     rows = [line.split(" | ")[-1] for line in text_of(name).splitlines() if line.startswith("| ")]
     quoted = " ".join(quote for row in rows for quote in re.findall(r"`([^`]*)`", row))
     for section, key in re.findall(rf"(?<![\w.])({'|'.join(SECTIONS)})\.([a-z_0-9]+)", quoted):
-        known = RunConfig.model_fields[section].annotation.model_fields
+        known = {*RunConfig.model_fields[section].annotation.model_fields}
+        if section == "trainer":
+            known.update(*(options.model_fields for options in TRAINER_OPTIONS.values()))
         is_attribute = section == "trainer" and (
             hasattr(Trainer, key) or key in ("model", "ranks", "device", "storage")
         )

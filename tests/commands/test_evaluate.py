@@ -56,7 +56,7 @@ def test_those_of_a_file_are_added_and_replace_their_names(run, tmp_path):
         (["--benchmarks", "nowhere.yaml"], ["--benchmarks", "nowhere.yaml"]),
     ],
 )
-def test_options_without_effect_are_rejected(run, options, mentions):
+def test_options_without_effect_are_rejected(run, options, mentions, in_tmp):
     done = invoke(run[0], *options)
     assert isinstance(done.exception, ConfigError)
     check_message(str(done.exception), *mentions)

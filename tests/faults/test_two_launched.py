@@ -167,7 +167,7 @@ def test_a_rank_in_a_collective_that_never_ends_leaves_at_the_deadline_and_takes
     wait_until(lambda: marker.exists() and marker.read_text(), command)
     os.kill(int(marker.read_text()), signal.SIGTERM)
     assert end(command, folder) == 128 + signal.SIGTERM
-    assert "leaving without saving" in log_of(folder)
+    assert "exiting without saving" in log_of(folder)
     assert store_of(folder).newest_intact() == 4
     assert train_two(folder, *SMALL) == [0, 0]
     assert_same_end(undisturbed, folder)
