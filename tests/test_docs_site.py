@@ -47,15 +47,28 @@ def test_every_page_is_once_in_the_navigation(sources):
     assert set(listed) == {path.relative_to(sources).as_posix() for path in sources.rglob("*.md")}
 
 
-def test_every_link_of_the_site_leads_to_a_file(sources):
+def text_outside_fences(page):
+    return re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(page):
+    """The anchors of a page's headings, as GitHub and the site name them."""
+    headings = re.findall(r"^#+ (.+)$", text_outside_fences(page), re.MULTILINE)
+    shown = [re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in shown}
+
+
+def test_every_link_of_the_site_leads_to_a_file_and_a_heading(sources):
     broken = []
     for page in sources.rglob("*.md"):
-        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
-        for target in re.findall(r"\]\(([^)\s#]+)", text):
+        for target, anchor in re.findall(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)", text_outside_fences(page)):
             outside = re.fullmatch(rf"{re.escape(REPOSITORY)}/(?:blob|tree)/main/(.*)", target)
-            path = ROOT / outside[1] if outside else page.parent / target
+            path = ROOT / outside[1] if outside else page.parent / target if target else page
             if not path.exists() and (outside or ":" not in target):
                 broken.append(f"{page.relative_to(sources)}: {target}")
+            # mkdocstrings names the anchors of the reference.
+            elif anchor and path.suffix == ".md" and "reference" not in path.parts and anchor not in anchors_of(path):
+                broken.append(f"{page.relative_to(sources)}: {target}#{anchor}")
     assert broken == []
 
 
