@@ -371,6 +371,7 @@ def _compare(forward: Callable[..., Any], owner: str, keys: list[str], case: Cas
         advice = f"Return {_quoted(lacking)} from the dataset or collator, or give the parameter a default."
     else:
         advice = f"Add a parameter {_quoted(extra)} (or **rest) to forward, or drop it in the dataset or collator."
+        advice += "" if "labels" in keys else " The target of trainer.loss is the field labels."
     both = f"The batch has {', '.join(keys) or 'nothing'}; forward accepts {', '.join(names) or 'nothing'}."
     location = line_of_function(forward, case.users, lacking) or case.setting("model.type", ["model"])
     case.add("error", f"{', and '.join(problems)}.", f"{both} {advice}", location)

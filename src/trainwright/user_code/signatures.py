@@ -45,10 +45,11 @@ def reject_mismatch(forward: Callable[..., Any], names: tuple[str, ...]) -> None
     problems = [f"has no parameter {', '.join(extra)}"] if extra else []
     problems += [f"requires {', '.join(missing)}"] if missing else []
     if problems:
+        target = " The target of trainer.loss is the field labels." if extra and "labels" not in names else ""
         raise DataError(
             f"{forward.__qualname__} {' and '.join(problems)}: the batch has {', '.join(names) or 'only labels'}, and "
             f"the method accepts {', '.join(accepted) or 'nothing'}. Rename the parameter or the field, or let the "
-            "collator select the keys.",
+            f"collator select the keys.{target}",
             where=location_of(forward),
         )
 

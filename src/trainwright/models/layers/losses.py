@@ -101,7 +101,7 @@ def rows_of_chunk(num_rows: int, num_classes: int) -> int:
 def fuses_loss(wanted: bool | None, head: nn.Module, criterion: nn.Module, hidden: Tensor, *, training: bool) -> bool:
     """Returns True if a forward fuses head and loss: only in training, and by default (None) only on a GPU.
 
-    `wanted` true is rejected where that is impossible.
+    Raises if `wanted` is true but the fused loss is impossible.
     """
     asked = waits_for_memory(hidden.device) if wanted is None else wanted
     if not (asked and training and torch.is_grad_enabled()):
