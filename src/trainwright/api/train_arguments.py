@@ -99,10 +99,13 @@ def reject_argument(name: str, *, known: Iterable[str]) -> NoReturn:
     if advice is not None and advice.startswith("Set ") and advice[4:-1] not in {*_ARGUMENTS, "trainer.optimizer.lr"}:
         advice = f"{advice[:-1]} in overrides."
     settings = list(_settings_named(name))
-    if settings:
+    argument = next((setting for setting in settings if setting in _ARGUMENTS), None)
+    if argument is not None:
+        advice = f"Set {argument}."
+    elif settings:
         one_of = "one of " if len(settings) > 1 else ""
-        passed = one_of + ", ".join(f'overrides=["{setting}=…"]' for setting in settings)
-        advice = f"Set {name}." if name in _ARGUMENTS else f"Pass {passed}."
+        passed = ", ".join(f'overrides=["{setting}=…"]' for setting in settings)
+        advice = f"Pass {one_of}{passed}."
     advice = advice or did_you_mean(name, known, cutoff=0.75).strip() or "`help(train)` lists the arguments."
     raise ConfigError(f"train has no argument {name}. {advice}", where=caller())
 
